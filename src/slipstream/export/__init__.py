@@ -1,0 +1,1 @@
+"""Drafter directories for the programs that serve them."""

@@ -1,0 +1,123 @@
+"""Recipes: TOML, overrides, refusals that name the nearest key, and a written recipe that reads back equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.config import (
+    DrafterSettings,
+    Recipe,
+    TrainingConfig,
+    default_gamma,
+    known_keys,
+    load_recipe,
+    recipe_as_toml,
+    recipe_from_dict,
+)
+from slipstream.errors import ConfigError
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_numbers_lists_and_tables_are_read(tmp_path: Path) -> None:
+    recipe = load_recipe(
+        write(
+            tmp_path / "r.toml",
+            '[training]\nlearning_rate = 3e-4\nsteps = 5\n[data]\ntrain = ["a", "b"]\n'
+            "template_kwargs = {enable_thinking = false}\n[drafter]\ntarget_layer_ids = [1, 3]\n",
+        )
+    )
+    assert recipe.training.learning_rate == 3e-4
+    assert recipe.data.train == ("a", "b")
+    assert recipe.data.template_kwargs == {"enable_thinking": False}
+    assert recipe.drafter.target_layer_ids == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[training]\nlerning_rate = 1.0\n", "Did you mean training.learning_rate?"),
+        ("[trainin]\nsteps = 1\n", "Did you mean training?"),
+        ("[drafter]\nlearning_rate = 1.0\n", "Did you mean training.learning_rate?"),
+        ("[training]\nsteps = 'many'\n", "training.steps"),
+        ("[training]\nschedule = 'linear'\n", "training.schedule"),
+        ("training = 3\n", "is a section"),
+        ("[training\n", "not valid TOML"),
+        ("[drafter]\nblock_size = 1\n", "drafter.block_size is 1"),
+        ("[drafter]\nlayers = 2\nlayer_types = ['full_attention']\n", "1 entries for 2 layers"),
+        ("[drafter]\nlayers = 1\nlayer_types = ['sliding_attention']\n", "give the window"),
+        ("[drafter]\nlayers = 1\nlayer_types = ['causal']\n", "'causal'"),
+        ("[training]\nlearning_rate = nan\n", "learning_rate is nan"),
+        ("[training]\nclip_norm = 0.0\n", "clip_norm"),
+        ("[training]\nepochs = 0.0\n", "set one of them above 0"),
+        ("[evaluation]\ntemperature = -1.0\n", "temperature"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_cure(tmp_path: Path, text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(write(tmp_path / "r.toml", text))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_recipe_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml does not exist"):
+        load_recipe("nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--training.stepz", "3"], "Did you mean training.steps?"),
+        (["--training.steps", "x"], "--training.steps"),
+        (["--training.steps"], "Missing argument"),
+        (["stray"], "stray"),
+        (["--steps", "3"], "Did you mean training.steps?"),
+        (["--training.steps", "-4"], "negative"),
+    ],
+)
+def test_a_bad_override_is_one_line(arguments: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(None, arguments)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.toml", "[training]\nsteps = 5\npreflight = true\n")
+    recipe = load_recipe(path, ["--training.steps=7", "--training.no-preflight", "--data.train", "x", "y"])
+    assert recipe.training.steps == 7
+    assert recipe.training.preflight is False
+    assert recipe.data.train == ("x", "y")
+
+
+def test_a_written_recipe_reads_back_equal(tmp_path: Path) -> None:
+    recipe = recipe_from_dict(
+        {
+            "data": {"train": ['quote " and \\ slash'], "template_kwargs": {"a b": True}},
+            "training": {"learning_rate": 6e-4},
+            "target": {"revision": "main"},
+        },
+        "test",
+    )
+    assert load_recipe(write(tmp_path / "r.toml", recipe_as_toml(recipe))) == recipe
+    assert load_recipe(write(tmp_path / "d.toml", recipe_as_toml(Recipe()))) == Recipe()
+
+
+def test_every_setting_has_a_help_text() -> None:
+    source = Path(__file__).resolve().parents[2].joinpath("src/slipstream/config.py").read_text(encoding="utf-8")
+    for key in known_keys():
+        name = key.split(".")[1]
+        line = next(i for i, row in enumerate(source.splitlines()) if row.startswith(f"    {name}: "))
+        assert source.splitlines()[line + 1].strip().startswith('"""'), key
+
+
+def test_decay_table() -> None:
+    assert [default_gamma(b) for b in (16, 10, 8, 4)] == [7.0, 5.0, 4.0, 2.0]
+    assert TrainingConfig().gamma == 0
+    assert DrafterSettings().block_size == 16
