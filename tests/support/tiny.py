@@ -70,7 +70,12 @@ def tiny_config(family: str, **changes: Any) -> Any:
         "qwen3": {},
         "llama": {"tie_word_embeddings": True, "attention_bias": True},
         "gemma3": {"tie_word_embeddings": True, "sliding_window": 24, "query_pre_attn_scalar": 16},
-        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
+        "qwen3_moe": {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "decoder_sparse_step": 1,
+        },
         "qwen3_5": {
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
@@ -94,7 +99,13 @@ def tiny_config(family: str, **changes: Any) -> Any:
 
 
 def save_tiny_target(
-    directory: Path, family: str = "qwen3", *, seed: int = 0, template: str | None = CHATML, scale: float = 4.0, **changes: Any
+    directory: Path,
+    family: str = "qwen3",
+    *,
+    seed: int = 0,
+    template: str | None = CHATML,
+    scale: float = 4.0,
+    **changes: Any,
 ) -> Path:
     """Write a tiny target (model and tokenizer) to ``directory`` and return it.
 

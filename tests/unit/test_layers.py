@@ -13,11 +13,12 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "slipstream"
 LAYERS = (
     ("__init__", "errors", "records"),
     ("config",),
+    ("recipe",),
     ("provenance", "compilation", "data"),
     ("target", "drafter"),
     ("decoding",),
     ("training",),
-    ("preflight", "evaluation"),
+    ("preflight", "evaluation", "preparation"),
     ("export",),
     ("quickstart",),
     ("cli",),

@@ -6,17 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.config import (
-    DrafterSettings,
-    Recipe,
-    TrainingConfig,
-    default_gamma,
-    known_keys,
-    load_recipe,
-    recipe_as_toml,
-    recipe_from_dict,
-)
+from slipstream.config import DrafterSettings, Recipe, TrainingConfig, default_gamma
 from slipstream.errors import ConfigError
+from slipstream.recipe import known_keys, load_recipe, recipe_as_toml, recipe_from_dict
 
 
 def write(path: Path, text: str) -> Path:

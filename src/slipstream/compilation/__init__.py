@@ -1,0 +1,1 @@
+"""Safe compilation; this package is the only place that calls torch.compile."""

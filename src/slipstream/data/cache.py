@@ -1,0 +1,127 @@
+"""Arrays on disk: one file for each key, written aside and renamed, checked by digest when read, locked while built.
+
+A file is safetensors (read through a memory map), so that several processes share one copy and any tool can open it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import DataError
+
+_DTYPES = {"I32": np.int32, "I64": np.int64, "BOOL": np.bool_}
+
+
+class DamagedCache(Exception):
+    """A cache file is not what was written. The caller rebuilds it and says so."""
+
+
+def cache_directory() -> Path:
+    """Return where derived files are kept: ``SLIPSTREAM_CACHE`` or ``~/.cache/slipstream``. It may not exist yet."""
+    given = os.environ.get("SLIPSTREAM_CACHE")
+    return Path(given) if given else Path.home() / ".cache" / "slipstream"
+
+
+def write_arrays(path: Path, arrays: dict[str, np.ndarray], note: dict[str, Any]) -> None:
+    """Write arrays (int32, int64, bool) and a JSON note, atomically: readers see the old file, none, or all of the new.
+
+    Raises DataError if it cannot be written (full disk, no permission); then nothing is left behind.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    whole = {name: np.ascontiguousarray(a) for name, a in arrays.items()}
+    text = json.dumps({"note": note, "digests": {n: _digest(a) for n, a in whole.items()}}, sort_keys=True)
+    # One key: safetensors writes several in an order that varies, and equal data is to give equal bytes.
+    metadata = {"slipstream": f"{hashlib.sha256(text.encode()).hexdigest()} {text}"}
+    aside = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(whole, aside, metadata=metadata)
+        with aside.open("rb") as stream:
+            os.fsync(stream.fileno())
+        os.replace(aside, path)
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            f"the cache file {path} cannot be written ({error}); free space or set SLIPSTREAM_CACHE to another place"
+        ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+
+
+def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return the arrays, read-only and memory-mapped, and the note. Every byte is compared with its digest first.
+
+    Raises FileNotFoundError if there is no file and DamagedCache if it is not whole.
+    """
+    with path.open("rb") as stream:
+        prefix = stream.read(8)
+        size = os.fstat(stream.fileno()).st_size
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 0 < length <= size - 8:
+            raise DamagedCache("its header is cut off")
+        try:
+            header = json.loads(stream.read(length))
+            digest, _, text = header.pop("__metadata__")["slipstream"].partition(" ")
+            whole = hashlib.sha256(text.encode()).hexdigest() == digest
+            told = json.loads(text)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedCache(f"its header cannot be read ({type(error).__name__})") from None
+        if not whole or set(told["digests"]) != set(header):
+            raise DamagedCache("its header was changed")
+        arrays: dict[str, np.ndarray] = {}
+        for name, entry in header.items():
+            try:
+                dtype, (begin, end), shape = _DTYPES[entry["dtype"]], entry["data_offsets"], tuple(entry["shape"])
+                if 8 + length + end > size or (end - begin) != int(np.prod(shape)) * np.dtype(dtype).itemsize:
+                    raise DamagedCache("it is cut off")
+                if begin == end:
+                    array = np.zeros(shape, dtype)
+                else:
+                    array = np.memmap(stream, dtype=dtype, mode="r", offset=8 + length + begin, shape=shape)
+            except (KeyError, TypeError, ValueError) as error:
+                raise DamagedCache(f"its header cannot be read ({type(error).__name__})") from None
+            if _digest(array) != told["digests"][name]:
+                raise DamagedCache(f"the bytes of {name} were changed")
+            arrays[name] = array
+    return arrays, told["note"]
+
+
+@contextlib.contextmanager
+def build_lock(path: Path) -> Iterator[None]:
+    """Hold the lock of a cache file: others that would build the same wait here.
+
+    The kernel frees it when a process dies. Leavings of writers that were killed are removed, which is safe because
+    the lock's holder is the only writer.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_name(path.name + ".lock").open("w")
+    except OSError as error:
+        raise DataError(
+            f"the cache directory {path.parent} cannot be used ({error.strerror or error}); "
+            "set SLIPSTREAM_CACHE to a directory that can be written"
+        ) from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for leaving in path.parent.glob(f"{path.name}.*.tmp"):
+            leaving.unlink(missing_ok=True)
+        yield
+
+
+def _digest(array: np.ndarray) -> str:
+    """SHA-256 of dtype, shape and bytes."""
+    digest = hashlib.sha256(f"{array.dtype.str}{array.shape}".encode())
+    digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

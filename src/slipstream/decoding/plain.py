@@ -1,0 +1,205 @@
+"""Plain cached decoding, one token a pass: the reference for losslessness and the baseline for speed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from slipstream.decoding.prefill import DecoderCall, prefill
+from slipstream.decoding.responses import Decoded, Progress, Response, batches, check_prompts
+from slipstream.decoding.sampling import check_temperature, choose, uniforms
+from slipstream.errors import DecodingError
+from slipstream.records import Generation
+
+if TYPE_CHECKING:
+    from slipstream.target.model import Target
+
+
+def generate_plain(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+    first_index: int = 0,
+) -> tuple[list[Generation], float]:
+    """Decode with the target alone. Call from the target's thread.
+
+    Args:
+        target: the model, in eval mode on its device.
+        prompts: token ids, each prompt at least one token.
+        max_new_tokens: limit of a response; eos (any of the target's) ends it earlier and is kept.
+        temperature: 0 is greedy; above it tokens are sampled from softmax(logits / temperature).
+        seed: with the prompt's index it fixes the sampling, whatever the batch.
+        batch_size: prompts decoded at once.
+        progress: called with (finished, all) whenever a response ends.
+        first_index: index of the first prompt, for callers that decode a long list in pieces.
+
+    Returns:
+        the generations in the order of the prompts, and wall seconds (prefill included, device synchronised).
+
+    Raises:
+        DecodingError: an empty prompt, a token outside the embedding, too many positions, non-finite logits.
+    """
+    decoded = decode_plain(
+        target,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        batch_size=batch_size,
+        progress=progress,
+        first_index=first_index,
+    )
+    return decoded.generations, decoded.seconds
+
+
+@torch.inference_mode()
+def decode_plain(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    batch_size: int = 8,
+    progress: Progress | None = None,
+    first_index: int = 0,
+) -> Decoded:
+    """As ``generate_plain``, with the cost split into prefill and rounds."""
+    check_prompts(prompts, target.info, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    check_temperature(temperature)
+    call = DecoderCall(target)
+    finished: dict[int, Generation] = {}
+    clock = Clock(target.device)
+    plan = batches(
+        prompts,
+        batch_size=batch_size,
+        max_new_tokens=max_new_tokens,
+        eos_ids=target.info.eos_ids,
+        first_index=first_index,
+    )
+    with on_device(target.device):
+        clock.start()
+        for batch in plan:
+            for response in _decode_batch(call, batch, max_new_tokens, temperature, seed, clock):
+                finished[response.index - first_index] = response.as_generation()
+                if progress is not None:
+                    progress(len(finished), len(prompts))
+        clock.stop()
+    return clock.decoded([finished[i] for i in range(len(prompts))])
+
+
+def _decode_batch(
+    call: DecoderCall, rows: list[Response], limit: int, temperature: float, seed: int, clock: Clock
+) -> list[Response]:
+    """Decode one batch; rows that end are dropped, so that the others do not pay for them."""
+    done: list[Response] = []
+    device = call.target.device
+    started = clock.now()
+    state = prefill(call, [r.prompt for r in rows], None)
+    noise = draw_noise(rows, seed, limit, temperature, device)
+    tokens, finite = choose(state.logits, temperature, None if noise is None else noise[:, 0])
+    positions = torch.tensor(state.lengths, device=device)[:, None]
+    width, mask, cache = max(state.lengths), state.mask, state.cache
+    if mask is not None:
+        mask = torch.cat([mask, mask.new_ones(len(rows), limit)], dim=1)
+    for step in range(limit):
+        keep = []
+        for row, (token, ok) in enumerate(torch.stack([tokens, finite.long()], dim=1).tolist()):
+            check_finite(rows[row], bool(ok))
+            if rows[row].take([token], counted=False):
+                done.append(rows[row])
+            else:
+                keep.append(row)
+        if step == 0:
+            clock.prefilled(started)
+        if not keep:
+            break
+        if len(keep) < len(rows):
+            rows = [rows[i] for i in keep]
+            kept = torch.tensor(keep, device=device)
+            cache.reorder_cache(kept)
+            tokens, positions = tokens[kept], positions[kept]
+            mask = None if mask is None else mask[kept]
+            noise = None if noise is None else noise[kept]
+        seen = None if mask is None else mask[:, : width + step + 1]
+        hidden = call(tokens[:, None], positions=positions + step, mask=seen, cache=cache)
+        logits = call.target.head(hidden[:, -1])
+        tokens, finite = choose(logits, temperature, None if noise is None else noise[:, step + 1])
+        clock.round(len(rows))
+    return done
+
+
+def draw_noise(
+    rows: Sequence[Response], seed: int, count: int, temperature: float, device: torch.device
+) -> Tensor | None:
+    """Return the uniforms of a batch ``[R, count]`` float64 on ``device``, or None when decoding is greedy."""
+    if temperature == 0:
+        return None
+    return torch.stack([uniforms(seed, r.index, count) for r in rows]).to(device)
+
+
+def check_finite(response: Response, finite: bool) -> None:
+    """Raise DecodingError when the target's logits for ``response`` were not finite."""
+    if not finite:
+        raise DecodingError(
+            f"the target's logits are not finite for prompt {response.index} after {len(response.output)} tokens; "
+            "load the target in bfloat16 or float32"
+        )
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which ``device`` is current: Triton launches on the current device, not the tensor's."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+class Clock:
+    """Wall time of a decoding run. The device is synchronised only where a measured span begins or ends."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begin = self._end = 0.0
+        self._prefill = 0.0
+        self._rounds = self._row_rounds = 0
+
+    def now(self) -> float:
+        """Return the time after the device has caught up."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def start(self) -> None:
+        """Begin the run."""
+        self._begin = self.now()
+
+    def stop(self) -> None:
+        """End the run."""
+        self._end = self.now()
+
+    def prefilled(self, started: float) -> None:
+        """Book the time since ``started`` as prefill."""
+        self._prefill += self.now() - started
+
+    def round(self, rows: int) -> None:
+        """Count one target pass over ``rows`` rows."""
+        self._rounds += 1
+        self._row_rounds += rows
+
+    def decoded(self, generations: list[Generation]) -> Decoded:
+        """Return the run's result."""
+        return Decoded(
+            generations=generations,
+            seconds=self._end - self._begin,
+            prefill_seconds=self._prefill,
+            rounds=self._rounds,
+            row_rounds=self._row_rounds,
+        )

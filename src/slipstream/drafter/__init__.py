@@ -1,0 +1,1 @@
+"""The drafter network, its attention, anchors, loss and storage."""

@@ -1,0 +1,230 @@
+"""Evaluate a drafter that lies on disk: held-out prompts, real block decoding, and a table of what was measured.
+
+Reads files only: a run's ``recipe.toml`` and ``drafter/``, or a recipe and any drafter directory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.config import Recipe
+from slipstream.errors import ConfigError
+from slipstream.recipe import load_recipe
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from slipstream.records import EvalResult
+    from slipstream.target.model import Target
+
+
+def evaluation_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """Return the target's dtype while decoding: on a CPU float32 unless set, since there greedy decoding is exact."""
+    from slipstream.target.model import resolve_dtype
+
+    setting = recipe.evaluation.dtype
+    if setting == "auto":
+        setting = recipe.target.dtype if device.type == "cuda" else "float32"
+    return resolve_dtype(setting, device)
+
+
+def heldout_prompts(recipe: Recipe, target: Target) -> list[list[int]]:
+    """Return the ids of ``data.heldout`` as a server prefills them. Raises ConfigError where there are none."""
+    from slipstream.data.conversations import read_conversations
+    from slipstream.data.render import Renderer
+
+    if not recipe.data.heldout:
+        raise ConfigError("data.heldout is empty; name a file of prompts that are not trained on")
+    renderer = Renderer(target.tokenizer, data=recipe.data, stop_ids=target.info.eos_ids)
+    conversations = read_conversations(
+        recipe.data.heldout,
+        prompt_completion=recipe.data.prompt_completion,
+        max_samples=recipe.evaluation.max_prompts,
+    )
+    return [renderer.prompt_ids(conversation) for conversation in conversations]
+
+
+def evaluate_path(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    drafter: Path | None = None,
+    output: Path | None = None,
+    dry_run: bool = False,
+    console: Console,
+) -> EvalResult | None:
+    """Evaluate a run directory, or a recipe with ``drafter``; print the table and write the JSON.
+
+    ``overrides`` change the recipe's settings for this evaluation. Returns None for a dry run.
+    Raises ConfigError for a path that is neither, and every error of loading and decoding.
+    """
+    from slipstream.training.hardware import resolve_device
+
+    is_run = (path / "recipe.toml").is_file()
+    if not is_run and path.is_dir():
+        raise ConfigError(
+            f"{path} is not a run directory (it has no recipe.toml); give a run, or a recipe with --drafter"
+        )
+    recipe = load_recipe(path / "recipe.toml" if is_run else path, overrides)
+    directory = drafter if drafter is not None else path / "drafter"
+    if not is_run and drafter is None:
+        raise ConfigError(f"{path} is a recipe; say which drafter to evaluate with --drafter DIR")
+    if output is None and is_run and drafter is None:
+        output = path / "evaluation.json"
+    if recipe.run.threads > 0:
+        import torch
+
+        torch.set_num_threads(recipe.run.threads)
+    device = resolve_device(recipe.run.device)
+    dtype = evaluation_dtype(recipe, device)
+    console.print(
+        f"evaluating {directory} with {recipe.target.path} on {device}, {str(dtype).removeprefix('torch.')}, "
+        f"temperature {recipe.evaluation.temperature}, at most {recipe.evaluation.max_new_tokens} tokens a response",
+        markup=False,
+        soft_wrap=True,
+    )
+    if dry_run:
+        return None
+    result = evaluate_drafter(recipe, directory, device=device, dtype=dtype, console=console)
+    print_result(result, console)
+    if output is not None:
+        _write(output, {**result.as_json(), "drafter": str(directory), **_circumstances(recipe, device)})
+        console.print(f"written: {output}", markup=False, soft_wrap=True)
+    return result
+
+
+def evaluate_drafter(
+    recipe: Recipe, directory: Path, *, device: torch.device, dtype: torch.dtype, console: Console
+) -> EvalResult:
+    """Load target and drafter and measure. The free baselines' tables are made of the recipe's training data."""
+    from slipstream.data.pack import build_dataset
+    from slipstream.decoding.acceptance import evaluate
+    from slipstream.drafter.store import load_drafter
+    from slipstream.target.model import load_target
+
+    draft_model, config = load_drafter(directory, device=device, dtype=dtype)
+    target = load_target(recipe.target, device=device, dtype=dtype)
+    try:
+        prompts = heldout_prompts(recipe, target)
+        training: list[list[int]] = []
+        if recipe.data.train:
+            dataset = build_dataset(recipe.data, target.tokenizer, stop_ids=target.info.eos_ids)
+            training = [ids.tolist() for ids, _ in dataset.documents()]
+        with EvaluationDisplay(console) as display:
+            return evaluate(
+                target,
+                draft_model.eval(),
+                config,
+                prompts,
+                recipe.evaluation,
+                table_ids=training,
+                seed=recipe.run.seed,
+                progress=display.update,
+            )
+    finally:
+        target.close()
+
+
+class EvaluationDisplay:
+    """Progress over plain and then block decoding of the same prompts: a bar on a terminal, lines elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.console = console
+        self._bar = Progress(
+            TextColumn("decoding ({task.fields[stage]})"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=None, stage="", rate="")
+        self._began = time.monotonic()
+        self._told = 0
+
+    def __enter__(self) -> EvaluationDisplay:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, done: int, total: int) -> None:
+        """Note that ``done`` of ``total`` responses have ended, the first half of them without the drafter."""
+        spent = time.monotonic() - self._began
+        stage = "plain" if done <= total // 2 else "with the drafter"
+        rate = f"{done / spent:.1f} responses/s"
+        self._bar.update(self._task, completed=done, total=total, stage=stage, rate=rate)
+        if not self.console.is_terminal and (tenth := 10 * done // total) > self._told:
+            self._told = tenth
+            left = spent * (total - done) / done
+            self.console.print(f"decoded {done} of {total} ({stage}): {rate}, about {left:.0f} s left", markup=False)
+
+
+def print_result(result: EvalResult, console: Console) -> None:
+    """Print acceptance beside the free baselines, losslessness and measured speed."""
+    from rich.table import Table
+
+    table = Table(
+        title=f"acceptance length at block {result.block_size}, {result.prompts} prompts", title_justify="left"
+    )
+    table.add_column("drafts from")
+    table.add_column("tau", justify="right")
+    table.add_row("nothing (plain decoding)", "1.000")
+    table.add_row("this drafter", f"{result.tau:.3f}", style="bold")
+    for name, tau in result.baselines.items():
+        table.add_row(name.replace("_", " "), f"{tau:.3f}")
+    console.print(table)
+    by_position = "  ".join(f"{share:.3f}" for share in result.acceptance_by_position)
+    console.print(f"acceptance by position (cumulative): {by_position}", markup=False)
+    console.print(f"mean over responses: tau {result.tau_per_response:.3f}", markup=False)
+    if result.lossless_responses:
+        verdict = "lossless" if result.lossless_equal == result.lossless_responses else "NOT lossless"
+        console.print(
+            f"{verdict}: {result.lossless_equal} of {result.lossless_responses} greedy responses equal plain decoding",
+            markup=False,
+        )
+        for difference in result.first_differences:
+            console.print(f"  first difference: {difference}", markup=False)
+    speedup = result.as_json()["speedup"]
+    console.print(
+        f"speed: {result.tokens_per_second:.1f} tokens/s with the drafter, "
+        f"{result.baseline_tokens_per_second:.1f} without" + ("" if speedup is None else f": {speedup:.2f} x"),
+        markup=False,
+    )
+
+
+def _circumstances(recipe: Recipe, device: torch.device) -> dict[str, Any]:
+    """Return what a number must be read with."""
+    import platform
+
+    import torch
+    import transformers
+
+    return {
+        "target": recipe.target.path,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "thinking": recipe.data.thinking,
+        "heldout": list(recipe.data.heldout),
+        "seed": recipe.run.seed,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _write(path: Path, tree: dict[str, Any]) -> None:
+    from slipstream.provenance import write_json
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, tree)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; free space or name another --output") from None

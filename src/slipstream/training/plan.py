@@ -1,0 +1,150 @@
+"""``--dry-run``: what a recipe resolves to, and how large it is. The target's weights are not loaded."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.config import Recipe, TrainingConfig
+from slipstream.data.pack import build_dataset
+from slipstream.drafter.config import DrafterConfig
+from slipstream.drafter.store import parameter_shapes
+from slipstream.target.digest import directory_digest
+from slipstream.target.families import locate_decoder
+from slipstream.target.features import validate_layer_ids
+from slipstream.target.model import TargetInfo, _describe
+from slipstream.target.quiet import quiet_loading
+from slipstream.target.source import local_directory, read_config, read_tokenizer, resolve_dtype
+from slipstream.training.hardware import resolve_attention, resolve_device, resolve_precision
+from slipstream.training.session import resolve_drafter, resolve_steps
+from slipstream.training.step import resolve_step_settings
+
+GIB = 2**30
+
+
+def plan(recipe: Recipe) -> dict[str, Any]:
+    """Return the resolved plan by name, for printing: device, dtypes, target, drafter, rows, steps, sizes, memory.
+
+    Reads the target's configuration and tokenizer, and packs the data (cached). Raises what ``train`` would raise for
+    the same recipe before it loads weights.
+    """
+    training = recipe.training
+    device = resolve_device(recipe.run.device)
+    precision = resolve_precision(training.precision, device)
+    kind = resolve_attention(training.attention, device)
+    target_dtype = resolve_dtype(recipe.target.dtype, device)
+    info, tokenizer, target_parameters = describe_target(recipe)
+    dataset = build_dataset(recipe.data, tokenizer, stop_ids=info.eos_ids)
+    config = resolve_drafter(recipe, tokenizer, info, dataset.used_ids)
+    validate_layer_ids(config.target_layer_ids, info.num_layers)
+    settings = resolve_step_settings(
+        training, block_size=config.block_size, vocab_rows=config.vocab_size, precision=precision
+    )
+    parameters = sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    steps = resolve_steps(training, len(dataset))
+    report = dataset.report
+    memory = memory_estimate(
+        training,
+        config,
+        row_length=dataset.row_length,
+        parameters=parameters,
+        target_bytes=target_parameters * target_dtype.itemsize,
+        feature_bytes=target_dtype.itemsize,
+        compute_bytes=precision.itemsize,
+        chunk=settings.chunk,
+        dense=kind == "dense",
+    )
+    exists = Path(recipe.run.directory).exists()
+    out: dict[str, Any] = {
+        "run directory": f"{recipe.run.directory} ({'exists: --resume or another name' if exists else 'new'})",
+        "device": str(device),
+        "drafter computes in": f"{_name(precision)}, weights and optimizer state float32",
+        "attention": kind,
+        "target": f"{info.name} ({info.model_type}, {info.num_layers} layers, hidden {info.hidden_size}, "
+        f"{info.vocab_rows} embedding rows, {target_parameters:,} parameters)",
+        "target dtype": _name(target_dtype),
+        "target digest": info.digest[:16],
+        "target layers read": list(config.target_layer_ids),
+        "mask token": f"{config.mask_token_id} "
+        f"({tokenizer.convert_ids_to_tokens(config.mask_token_id) or 'a row past the tokenizer'})",
+        "drafter": f"{config.layers} layers, block {config.block_size}, {config.heads} heads of {config.head_dim} "
+        f"({config.kv_heads} for keys), MLP {config.intermediate_size}, {', '.join(sorted(set(config.layer_types)))}",
+        "drafter parameters": f"{parameters:,}",
+        "loss": f"{settings.loss}" + (f", gamma {settings.gamma:g}" if settings.loss == "decay" else ""),
+        "rows": f"{len(dataset):,} of {dataset.row_length:,} tokens ({report.tokens:,} tokens, "
+        f"{report.supervised_share:.1%} supervised)",
+        "step": f"{training.accumulation} x {training.rows} rows, {training.draws_per_prefill} draws of up to "
+        f"{training.anchors} anchors a row",
+        "tokens per step": f"up to {training.accumulation * training.rows * dataset.row_length:,}",
+        "steps": "until the time is used up" if steps is None else f"{steps:,}",
+        "schedule": f"{training.schedule}, peak {training.learning_rate:g}, warm-up {training.warmup_ratio:.0%}",
+    }
+    if training.max_minutes > 0:
+        out["time limit"] = f"{training.max_minutes:g} minutes"
+    for name, size in memory.items():
+        out[f"memory: {name}"] = f"{size / GIB:.2f} GiB"
+    out["memory: together"] = f"{sum(memory.values()) / GIB:.2f} GiB (estimate)"
+    return out
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def describe_target(recipe: Recipe) -> tuple[TargetInfo, Any, int]:
+    """Return the target's facts, its tokenizer and its number of parameters, from a model without memory."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+
+    settings = recipe.target
+    directory = local_directory(settings)
+    config = read_config(directory, settings)
+    tokenizer = read_tokenizer(directory, settings)
+    loader: Any = AutoModelForCausalLM
+    if type(config) not in loader._model_mapping and type(config) in AutoModelForImageTextToText._model_mapping:
+        loader = AutoModelForImageTextToText
+    with quiet_loading(), torch.device("meta"):
+        model = loader.from_config(config, trust_remote_code=settings.trust_remote_code)
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    info = _describe(model, tokenizer, locate_decoder(model), settings.path, directory_digest(directory))
+    return info, tokenizer, sum(p.numel() for p in model.parameters())
+
+
+def memory_estimate(
+    training: TrainingConfig,
+    config: DrafterConfig,
+    *,
+    row_length: int,
+    parameters: int,
+    target_bytes: int,
+    feature_bytes: int,
+    compute_bytes: int,
+    chunk: int,
+    dense: bool,
+) -> dict[str, int]:
+    """Return bytes by use, at the worst micro-batch: every row full, every anchor taken.
+
+    Activations are those that autograd keeps for the drafter's blocks and context; the target's own peak is a few
+    layers' worth and is not counted. The estimate leaves out the allocator's slack.
+    """
+    rows, hidden = training.rows, config.hidden_size
+    context = rows * row_length
+    queries = rows * training.anchors * config.block_size
+    key_width = config.kv_heads * config.head_dim
+    # A layer keeps, per block token: what norms take and give, q, k, v, attended values, three MLP widths.
+    per_query = 6 * hidden + 3 * config.heads * config.head_dim + 2 * key_width + 3 * config.intermediate_size
+    activations = config.layers * (queries * per_query + context * 2 * key_width) + 3 * context * hidden
+    sizes = {
+        "target weights": target_bytes,
+        "drafter weights, gradients, moments": 16 * parameters,
+        "context features": context * config.context_size * feature_bytes,
+        "activations": activations * (compute_bytes + 2),
+        "logits": min(chunk, rows * training.anchors * (config.block_size - 1)) * config.vocab_size * 4 * 2,
+    }
+    if dense:
+        blocks = training.anchors * config.block_size
+        sizes["dense attention"] = rows * blocks * (row_length + blocks) * (1 + 4 * config.heads)
+    return sizes

@@ -1,0 +1,176 @@
+"""From a recipe to everything that a run needs in memory: target, data, drafter, attention, and the run's identity."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slipstream.config import Recipe, TrainingConfig
+from slipstream.data.pack import PackedDataset, build_dataset, tokenizer_digest
+from slipstream.drafter.attention import RefreshableAttention, build_attention
+from slipstream.drafter.config import DrafterConfig, resolve
+from slipstream.drafter.model import DraftModel
+from slipstream.drafter.store import load_drafter
+from slipstream.errors import DrafterError, TrainingError
+from slipstream.target.features import FeatureReader
+from slipstream.target.mask_token import resolve_mask_token
+from slipstream.target.model import Target, TargetInfo, load_target
+from slipstream.training.checkpoint import check_identity
+from slipstream.training.hardware import resolve_attention, resolve_device, resolve_precision
+from slipstream.training.step import StepSettings, resolve_step_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+# Settings that say how often something is written or looked at; the weights do not depend on them.
+FREE_SETTINGS = frozenset(
+    {"log_every", "evaluate_every", "evaluate_prompts", "checkpoint_every", "keep_checkpoints", "preflight"}
+)
+# Fields that a warm start may change: they are no part of the weights' meaning.
+_FREE_SHAPE = frozenset({"block_size", "max_position_embeddings"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """A run before its first step. ``steps``: optimizer steps, None where only time limits them.
+
+    ``precision``: compute dtype of the drafter. ``identity``: what a resume must match, by name.
+    """
+
+    recipe: Recipe
+    device: torch.device
+    precision: torch.dtype
+    target: Target
+    dataset: PackedDataset
+    reader: FeatureReader
+    config: DrafterConfig
+    draft_model: DraftModel
+    attention: RefreshableAttention
+    settings: StepSettings
+    steps: int | None
+    identity: dict[str, Any]
+
+
+def resolve_steps(training: TrainingConfig, rows: int) -> int | None:
+    """Return the optimizer steps: ``steps``, else ``epochs`` passes over ``rows`` rows, rounded up; None: time."""
+    if training.steps > 0:
+        return training.steps
+    if training.epochs <= 0:
+        return None
+    return max(math.ceil(training.epochs * rows / (training.rows * training.accumulation)), 1)
+
+
+def resolve_drafter(recipe: Recipe, tokenizer: Any, info: TargetInfo, used_ids: frozenset[int]) -> DrafterConfig:
+    """Find the mask token and complete the drafter's shape. Raises DrafterError."""
+    mask = resolve_mask_token(tokenizer, info.vocab_rows, recipe.drafter.mask_token_id, used_ids, eos_ids=info.eos_ids)
+    return resolve(recipe.drafter, info, mask)
+
+
+def build_drafter(recipe: Recipe, config: DrafterConfig, device: torch.device) -> DraftModel:
+    """Return the drafter with its first weights, float32: from the seed, or from ``drafter.warm_start``.
+
+    Raises DrafterError where the warm start has another shape, other layers or another mask token.
+    """
+    start = recipe.drafter.warm_start
+    if start:
+        draft_model, found = load_drafter(start, device=device, dtype=torch.float32)
+        for field in dataclasses.fields(config):
+            wanted, given = getattr(config, field.name), getattr(found, field.name)
+            if wanted != given and field.name not in _FREE_SHAPE:
+                raise DrafterError(
+                    f"drafter.warm_start {start} has {field.name} = {given}, this recipe has {wanted}; "
+                    f"set drafter.{field.name} to the former, or start from another drafter"
+                )
+        draft_model.config = config
+    else:
+        draft_model = DraftModel(config)
+        draft_model.init_weights(recipe.drafter.init_std, torch.Generator("cpu").manual_seed(recipe.run.seed))
+        draft_model.to(device)
+    return draft_model.train()
+
+
+def source_identity(target: Target) -> dict[str, Any]:
+    """Return the part of the identity that is known as soon as the target is loaded."""
+    return {
+        "target.digest": target.info.digest,
+        "target.dtype": target.info.dtype,
+        "tokenizer.digest": tokenizer_digest(target.tokenizer),
+    }
+
+
+def prepare(
+    recipe: Recipe, *, say: Callable[[str], None], expected: tuple[Mapping[str, Any], Path] | None = None
+) -> PreparedRun:
+    """Load and build everything; say what ``auto`` became. Nothing is written but caches.
+
+    ``expected``: the identity of the checkpoint that is resumed, and its path; the first difference is a
+    CheckpointError. Raises the errors of each part.
+    """
+    training = recipe.training
+    if recipe.run.threads > 0:
+        torch.set_num_threads(recipe.run.threads)
+    device = resolve_device(recipe.run.device)
+    precision = resolve_precision(training.precision, device)
+    kind = resolve_attention(training.attention, device)
+    target = load_target(recipe.target, device=device)
+    identity = source_identity(target)
+    if expected is not None:
+        saved, checkpoint = expected
+        check_identity({k: v for k, v in saved.items() if k in identity}, identity, checkpoint)
+    dataset = build_dataset(recipe.data, target.tokenizer, stop_ids=target.info.eos_ids)
+    for line in (*dataset.notes, *dataset.report.lines()):
+        say(line)
+    config = resolve_drafter(recipe, target.tokenizer, target.info, dataset.used_ids)
+    reader = FeatureReader(target, config.target_layer_ids, recipe.target.packing)
+    settings = resolve_step_settings(
+        training, block_size=config.block_size, vocab_rows=config.vocab_size, precision=precision
+    )
+    identity |= {f"drafter.{f.name}": getattr(config, f.name) for f in dataclasses.fields(config)}
+    identity |= {"data.key": dataset.key, "run.seed": recipe.run.seed, "device": device.type}
+    identity |= {
+        f"training.{f.name}": getattr(training, f.name)
+        for f in dataclasses.fields(training)
+        if f.name not in FREE_SETTINGS
+    }
+    identity |= {
+        "training.precision": str(precision).removeprefix("torch."),
+        "training.attention": kind,
+        "target.attention": recipe.target.attention,
+        "target.packing": reader.mode,
+    }
+    if expected is not None:
+        check_identity(expected[0], identity, expected[1])
+    if dataset.row_length < config.block_size:
+        raise TrainingError(
+            f"data.row_length is {dataset.row_length}, shorter than a block of {config.block_size}; raise it"
+        )
+    draft_model = build_drafter(recipe, config, device)
+    attention = build_attention(kind, config, training.rows, dataset.row_length, training.anchors, device)
+    say(
+        f"device {device}, drafter computes in {identity['training.precision']} (weights and optimizer state float32), "
+        f"attention {attention.kind}; target {target.info.model_type} in {target.info.dtype}, documents {reader.mode}"
+    )
+    parameters = sum(p.numel() for p in draft_model.parameters())
+    say(
+        f"drafter: {config.layers} layers, {parameters:,} parameters, block {config.block_size}, "
+        f"target layers {list(config.target_layer_ids)}, mask token {config.mask_token_id}"
+    )
+    return PreparedRun(
+        recipe=recipe,
+        device=device,
+        precision=precision,
+        target=target,
+        dataset=dataset,
+        reader=reader,
+        config=config,
+        draft_model=draft_model,
+        attention=attention,
+        settings=settings,
+        steps=resolve_steps(training, len(dataset)),
+        identity=identity,
+    )

@@ -1,0 +1,108 @@
+"""One micro-batch: context features and blocks in, loss sums and counts out. Pure: no I/O and no host sync."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from slipstream.config import TrainingConfig, default_gamma
+from slipstream.drafter.loss import chunked_loss
+from slipstream.records import FeatureBatch, StepResult
+
+if TYPE_CHECKING:
+    from slipstream.drafter.anchors import Blocks
+    from slipstream.drafter.attention import Attention
+    from slipstream.drafter.model import DraftModel
+
+LOGITS_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSettings:
+    """The resolved choices of a step. ``precision``: compute dtype of the drafter; ``chunk``: logit rows at once."""
+
+    block_size: int
+    loss: Literal["decay", "dpace"]
+    gamma: float
+    dpace_alpha: float
+    chunk: int
+    precision: torch.dtype
+
+
+def resolve_step_settings(
+    training: TrainingConfig, *, block_size: int, vocab_rows: int, precision: torch.dtype
+) -> StepSettings:
+    """Fill in gamma and the head's chunk: whole blocks, with float32 logits of about 256 MiB."""
+    slots = block_size - 1
+    rows = training.head_chunk or LOGITS_BYTES // (4 * vocab_rows)
+    return StepSettings(
+        block_size=block_size,
+        loss=training.loss,
+        gamma=training.gamma or default_gamma(block_size),
+        dpace_alpha=training.dpace_alpha,
+        chunk=max(rows // slots, 1) * slots,
+        precision=precision,
+    )
+
+
+def anchor_generator(seed: int, index: int, draw: int) -> torch.Generator:
+    """Return the CPU generator of one draw of anchors: a function of seed, micro-batch index and draw, so that nothing
+    has to be saved for a resume."""
+    digest = hashlib.sha256(f"anchors/{seed}/{index}/{draw}".encode()).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def training_step(
+    draft_model: DraftModel,
+    embed: Callable[[Tensor], Tensor],
+    head_weight: Tensor,
+    features: FeatureBatch,
+    blocks: Blocks,
+    attention: Attention,
+    *,
+    settings: StepSettings,
+) -> StepResult:
+    """Run the drafter on one draw of anchors and return sums; ``loss_sum`` carries the gradient.
+
+    ``features`` [R, S, K*H] and ``blocks`` lie on the drafter's device; ``embed`` is the target's own embedding and
+    ``head_weight`` [V, H] its head, both frozen. ``attention`` must have been updated with these blocks' anchors.
+    """
+    rows, anchors, block = blocks.noise_ids.shape
+    with torch.no_grad():
+        noise = embed(blocks.noise_ids).reshape(rows, anchors * block, -1)
+    context = features.features
+    if settings.precision == torch.float32:  # otherwise autocast sees to the matmuls' dtype
+        context, noise = context.float(), noise.float()
+    positions = blocks.positions.reshape(rows, anchors * block)
+    with torch.autocast(noise.device.type, dtype=torch.bfloat16, enabled=settings.precision == torch.bfloat16):
+        hidden = draft_model(context, noise, features.batch.positions, positions, attention)
+    # Slot 0 is the anchor: known, never supervised.
+    hidden = hidden.reshape(rows * anchors, block, -1)[:, 1:].reshape(rows * anchors * (block - 1), -1)
+    labels = blocks.labels.reshape(rows * anchors, block - 1)
+    valid = blocks.valid.reshape(rows * anchors, block - 1)
+    loss = chunked_loss(
+        hidden,
+        head_weight,
+        labels,
+        valid,
+        block_size=settings.block_size,
+        weighting=settings.loss,
+        gamma=settings.gamma,
+        alpha=settings.dpace_alpha,
+        chunk=settings.chunk,
+    )
+    correct = (loss.argmax.reshape(valid.shape) == labels) & valid
+    leading = correct.long().cumprod(dim=1)
+    return StepResult(
+        loss_sum=loss.loss_sum,
+        weight_sum=loss.weight_sum,
+        blocks=blocks.keep.sum(),
+        accepted=leading.sum(),
+        correct_by_slot=correct.sum(dim=0),
+        valid_by_slot=valid.sum(dim=0),
+    )

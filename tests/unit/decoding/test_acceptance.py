@@ -1,0 +1,133 @@
+"""What is counted, what is compared, and the whole evaluation on a tiny target."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from slipstream.config import DrafterSettings, EvaluationConfig
+from slipstream.decoding.acceptance import compare_lossless, evaluate, summarise
+from slipstream.decoding.responses import SpeculativeGeneration
+from slipstream.drafter.config import resolve
+from slipstream.drafter.model import DraftModel
+from slipstream.errors import DecodingError
+from slipstream.records import Generation
+from slipstream.target.model import Target
+
+
+def response(*lengths: int, cut: bool = False, output: tuple[int, ...] = (), prompt: int = 0) -> SpeculativeGeneration:
+    return SpeculativeGeneration(
+        prompt_ids=(prompt,), output_ids=output or tuple(range(1 + sum(lengths))), accept_lengths=lengths, cut=cut
+    )
+
+
+def test_tau_is_token_weighted_and_per_response_is_a_mean_of_means() -> None:
+    result = summarise([response(4, 2), response(1, 1, 1, 1)], 4)
+    assert result.tau == pytest.approx(10 / 6)
+    assert result.tau_per_response == pytest.approx((3 + 1) / 2)
+    assert result.histogram == (4, 1, 0, 1)
+    assert result.acceptance_by_position == pytest.approx((2 / 6, 1 / 6, 1 / 6))
+    assert result.tau == pytest.approx(1 + sum(result.acceptance_by_position))
+    assert (result.passes, result.cut_passes, result.cut_passes_counted) == (6, 0, False)
+
+
+def test_runs_of_accepted_drafts_are_counted_not_multiplied() -> None:
+    # Accepted drafts 3, 2, 1, 0: the mean is 1.5; the product of per-slot rates would say otherwise.
+    assert summarise([response(4, 3, 2, 1)], 4).tau - 1 == pytest.approx(1.5)
+
+
+def test_a_cut_pass_is_left_out() -> None:
+    result = summarise([response(4, 4, 2, cut=True), response(1, cut=True)], 4)
+    assert (result.tau, result.tau_per_response, result.passes, result.cut_passes) == (4.0, 4.0, 2, 2)
+    assert result.histogram == (0, 0, 0, 2)
+
+
+def test_cut_passes_count_only_if_there_is_no_other() -> None:
+    result = summarise([response(3, cut=True)], 4)
+    assert (result.tau, result.cut_passes_counted) == (3.0, True)
+
+
+def test_no_pass_at_all_is_an_error() -> None:
+    with pytest.raises(DecodingError, match="all 2 responses ended with their first token"):
+        summarise([response(), response()], 4)
+
+
+def test_the_first_difference_is_found_and_judged(target_of: Callable[[str], Target]) -> None:
+    target = target_of("qwen3")
+    with torch.inference_mode():
+        logits = target.model(torch.tensor([[5, 6]]), use_cache=False).logits[0, -1]
+    best, second = logits.topk(2).indices.tolist()
+    gap = float(logits[best] - logits[second])
+    plain = [
+        Generation(prompt_ids=(5,), output_ids=(6, best, 1)),
+        Generation(prompt_ids=(5,), output_ids=(6, best)),
+        Generation(prompt_ids=(5,), output_ids=(6, best)),
+    ]
+    other = [
+        Generation(prompt_ids=(5,), output_ids=(6, second, 1)),
+        Generation(prompt_ids=(5,), output_ids=(6, best)),
+        Generation(prompt_ids=(5,), output_ids=(6,)),
+    ]
+    result = compare_lossless(plain, other, target=target)
+    assert (result.responses, result.equal) == (3, 1)
+    first, shorter = result.first_differences
+    assert (first["prompt"], first["position"], first["plain"], first["speculative"]) == (0, 1, best, second)
+    assert first["logit_gap"] == pytest.approx(gap, abs=1e-4)
+    assert first["top2_gap"] == pytest.approx(gap, abs=1e-4)
+    assert first["near_tie"] is False
+    assert (shorter["prompt"], shorter["position"], shorter["speculative"]) == (2, 1, None)
+
+
+def test_a_bfloat16_tie_is_called_near(target_of: Callable[[str], Target], monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of("qwen3")
+    head = target.head
+
+    def tied(hidden: torch.Tensor) -> torch.Tensor:
+        logits = head(hidden).bfloat16()
+        logits[..., 7], logits[..., 9] = 200.0, 201.0
+        return logits
+
+    monkeypatch.setattr(target, "head", tied)
+    pair = [[Generation(prompt_ids=(5,), output_ids=(token,))] for token in (7, 9)]
+    (difference,) = compare_lossless(*pair, target=target).first_differences
+    assert difference["near_tie"] is True
+    assert difference["logit_gap"] == pytest.approx(1.0)
+
+
+def test_different_prompts_are_refused() -> None:
+    with pytest.raises(DecodingError, match="different prompts"):
+        compare_lossless([response()], [response(prompt=1)])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_evaluate_fills_every_number(
+    temperature: float, target_of: Callable[[str], Target], prompts: list[list[int]]
+) -> None:
+    target = target_of("qwen3_5")
+    config = resolve(DrafterSettings(layers=1, block_size=4, target_layer_ids=(1, 4)), target.info, 300)
+    settings = EvaluationConfig(max_prompts=4, max_new_tokens=12, batch_size=3, temperature=temperature)
+    finished: list[tuple[int, int]] = []
+    result = evaluate(
+        target,
+        DraftModel(config),
+        config,
+        prompts,
+        settings,
+        table_ids=prompts,
+        progress=lambda done, total: finished.append((done, total)),
+    )
+    tree = json.loads(json.dumps(result.as_json()))
+    assert tree["lossless"] == {"responses": 4, "equal": 4, "first_differences": []}
+    assert 1.0 <= tree["tau"] <= 4.0
+    assert tree["accepted_drafts"] == pytest.approx(tree["tau"] - 1)
+    assert len(tree["acceptance_by_position"]) == 3
+    assert sum(tree["histogram"]) == tree["passes"]
+    assert tree["generated_tokens"] == 48
+    assert (tree["prompts"], tree["block_size"], tree["temperature"]) == (4, 4, temperature)
+    assert set(tree["baselines"]) == {"bigram", "trigram", "prompt_lookup", "lookup_bigram"}
+    assert tree["speedup"] == pytest.approx(tree["tokens_per_second"] / tree["baseline_tokens_per_second"])
+    assert tree["break_even_tau"] > 0
+    assert finished == [(n, 8) for n in range(1, 9)]

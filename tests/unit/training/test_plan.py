@@ -1,0 +1,61 @@
+"""The memory estimate: its large parts, and how they grow."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slipstream.config import TrainingConfig
+from slipstream.drafter.config import DrafterConfig
+from slipstream.training.plan import memory_estimate
+
+# The shape of a drafter for an 8B target.
+CONFIG = DrafterConfig(
+    layers=5,
+    block_size=16,
+    target_layer_ids=(1, 9, 17, 25, 33),
+    mask_token_id=151669,
+    num_target_layers=36,
+    hidden_size=4096,
+    intermediate_size=12288,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    max_position_embeddings=40960,
+    layer_types=("full_attention",) * 5,
+)
+
+
+def estimate(training: TrainingConfig, **changes: object) -> dict[str, int]:
+    sizes = {
+        "row_length": 3072,
+        "parameters": 1_048_600_000,
+        "target_bytes": 16_000_000_000,
+        "feature_bytes": 2,
+        "compute_bytes": 2,
+        "chunk": 435,
+        "dense": False,
+        **changes,
+    }
+    return memory_estimate(training, CONFIG, **sizes)  # type: ignore[arg-type]
+
+
+def test_the_parts_are_of_the_right_size():
+    sizes = estimate(TrainingConfig(anchors=512))
+    assert sizes["drafter weights, gradients, moments"] == 16 * 1_048_600_000
+    assert sizes["context features"] == 3072 * 5 * 4096 * 2
+    assert sizes["logits"] == 435 * 151936 * 8
+    assert 5e9 < sizes["activations"] < 2e10
+
+
+def test_it_grows_with_rows_anchors_and_the_dense_mask():
+    base = estimate(TrainingConfig(anchors=512))
+    more = estimate(TrainingConfig(anchors=512, rows=2))
+    assert more["activations"] == 2 * base["activations"]
+    assert more["drafter weights, gradients, moments"] == base["drafter weights, gradients, moments"]
+    assert estimate(TrainingConfig(anchors=1024))["activations"] > 1.5 * base["activations"]
+    assert "dense attention" in estimate(TrainingConfig(), dense=True)
+    few = dataclasses.replace(TrainingConfig(), anchors=1)
+    assert estimate(few)["logits"] == 15 * 151936 * 8
