@@ -95,6 +95,7 @@ def _prepare(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
+    from slipstream.preflight import cheap_checks
     from slipstream.training.plan import plan
     from slipstream.training.trainer import train
 
@@ -106,7 +107,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
         for name, value in plan(recipe).items():
             console.print(f"{name:24s} {value}", markup=False, soft_wrap=True)
         return 0
-    train(recipe, argv=sys.argv, resume=args.resume, console=console)
+    train(recipe, argv=sys.argv, resume=args.resume, console=console, preflight=cheap_checks(console))
     return 0
 
 
@@ -132,9 +133,12 @@ def _export(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _preflight(args: argparse.Namespace, overrides: list[str]) -> int:
-    from slipstream.preflight import run_preflight
+    from slipstream.preflight import CHECKS, run_preflight
 
     recipe = _recipe(args, overrides)
+    if args.dry_run:
+        _console().print(f"would check {', '.join(CHECKS)} with {recipe.target.path or 'no target'}", markup=False)
+        return 0
     report = run_preflight(recipe, output=Path(args.output) if args.output else None, console=_console())
     return 0 if report.passed else 2
 

@@ -191,8 +191,16 @@ def print_result(result: EvalResult, console: Console) -> None:
             f"{verdict}: {result.lossless_equal} of {result.lossless_responses} greedy responses equal plain decoding",
             markup=False,
         )
-        for difference in result.first_differences:
-            console.print(f"  first difference: {difference}", markup=False)
+        ties = sum(bool(d.get("near_tie")) for d in result.first_differences)
+        if result.first_differences:
+            console.print(
+                f"  {ties} of {len(result.first_differences)} first differences are near ties of the target's logits; "
+                "float32 decides them exactly (--evaluation.dtype float32)",
+                markup=False,
+                soft_wrap=True,
+            )
+        for difference in [d for d in result.first_differences if not d.get("near_tie")][:5]:
+            console.print(f"  not a near tie: {difference}", markup=False, soft_wrap=True)
     speedup = result.as_json()["speedup"]
     console.print(
         f"speed: {result.tokens_per_second:.1f} tokens/s with the drafter, "

@@ -47,11 +47,11 @@ def _pack(recipe: Recipe, show: int, console: Console) -> PackedDataset:
     from slipstream.data.conversations import read_conversations
     from slipstream.data.pack import build_dataset
     from slipstream.data.render import Renderer
-    from slipstream.target.model import load_tokenizer
+    from slipstream.target.description import describe_target
 
-    tokenizer = load_tokenizer(recipe.target)
+    info, tokenizer, _ = describe_target(recipe.target)
     if show > 0:
-        renderer = Renderer(tokenizer, data=recipe.data)
+        renderer = Renderer(tokenizer, data=recipe.data, stop_ids=info.eos_ids)
         found = read_conversations(
             recipe.data.train, prompt_completion=recipe.data.prompt_completion, max_samples=recipe.data.max_samples
         )
@@ -68,7 +68,10 @@ def _pack(recipe: Recipe, show: int, console: Console) -> PackedDataset:
                 break
     with console.status("rendering and packing") as status:
         dataset = build_dataset(
-            recipe.data, tokenizer, progress=lambda done: status.update(f"rendering: {done:,} conversations")
+            recipe.data,
+            tokenizer,
+            stop_ids=info.eos_ids,
+            progress=lambda done: status.update(f"rendering: {done:,} conversations"),
         )
     for line in (*dataset.notes, *dataset.report.lines()):
         console.print(line, markup=False, soft_wrap=True)

@@ -29,8 +29,8 @@ def quickstart_recipe(overrides: Sequence[str] = ()) -> Recipe:
     Raises ConfigError for a bad override.
     """
     recipe = load_recipe(DATA / "recipe.toml")
-    inside = {name: tuple(str(DATA / f) for f in getattr(recipe.data, name)) for name in ("train", "heldout")}
-    recipe = replace(recipe, data=replace(recipe.data, **inside))
+    train, heldout = (tuple(str(DATA / f) for f in files) for files in (recipe.data.train, recipe.data.heldout))
+    recipe = replace(recipe, data=replace(recipe.data, train=train, heldout=heldout))
     if overrides:
         recipe = apply_overrides(recipe, overrides)
         validate(recipe)
@@ -61,9 +61,8 @@ def quickstart(overrides: Sequence[str] = (), *, dry_run: bool = False, console:
     Raises every error of the steps; what was finished before it stays in the run directory.
     """
     from slipstream.evaluation import evaluate_path
-    from slipstream.export.proof import prove_drafter
-    from slipstream.export.serving import serve_commands
-    from slipstream.preflight import start_checks
+    from slipstream.export.zlab import export_run
+    from slipstream.preflight import cheap_checks
     from slipstream.training.trainer import train
 
     began = time.monotonic()
@@ -90,14 +89,11 @@ def quickstart(overrides: Sequence[str] = (), *, dry_run: bool = False, console:
         console.print(f"An earlier {directory} was renamed to {kept}.", markup=False, soft_wrap=True)
 
     headline("1. Train")
-    train(recipe, argv=["slipstream", "quickstart", *overrides], before_start=start_checks, console=console)
+    train(recipe, argv=["slipstream", "quickstart", *overrides], console=console, preflight=cheap_checks(console))
     headline("2. Evaluate: real block decoding on held-out prompts")
     result = evaluate_path(directory, console=console)
     headline("3. Export: the drafter directory, read back and compared")
-    drafter = directory / "drafter"
-    prove_drafter(drafter, recipe, console=console)
-    for line in serve_commands(drafter, recipe.target.path):
-        console.print(f"  {line}", markup=False, soft_wrap=True)
+    export_run(directory, directory / "export", console=console)
 
     headline("Done")
     assert result is not None

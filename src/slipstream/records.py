@@ -151,7 +151,7 @@ class EvalResult:
     details: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain JSON values. ``tau`` is token-weighted and counts the bonus token; ``accepted_drafts`` is tau-1."""
+        """Return plain JSON values. ``tau`` is token-weighted, bonus token included; ``accepted_drafts`` is tau-1."""
         return {
             "tau": self.tau,
             "tau_per_response": self.tau_per_response,

@@ -1,4 +1,4 @@
-"""Bad input, one case for each kind: exit code 2, one line on stderr that names the value and the cure, nothing lost."""
+"""Bad input, a case for each kind: exit code 2, one line on stderr that names value and cure, and nothing lost."""
 
 from __future__ import annotations
 

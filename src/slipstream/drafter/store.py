@@ -99,6 +99,7 @@ def save_drafter(
         aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         aside.chmod(0o755)
         save_file(tensors, aside / WEIGHTS_FILE, metadata={"format": "pt"})
+        (aside / WEIGHTS_FILE).chmod(0o644)  # the writer makes files for their owner alone
         (aside / CONFIG_FILE).write_text(text, encoding="utf-8")
         for path in (aside / WEIGHTS_FILE, aside / CONFIG_FILE, aside):
             _sync(path)

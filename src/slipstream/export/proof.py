@@ -30,10 +30,11 @@ DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "
 _STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # z-lab's package, SGLang and vLLM each read some of these; a missing one is replaced by a default without a word.
 REQUIRED = (
-    "architectures", "model_type", "block_size", "dflash_config", "num_target_layers", "hidden_size", "intermediate_size",
-    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps",
-    "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "hidden_act", "attention_bias",
-    "tie_word_embeddings", "layer_types", "sliding_window", "dtype", "torch_dtype", "eagle_aux_hidden_state_layer_ids",
+    "architectures", "model_type", "block_size", "dflash_config", "num_target_layers", "hidden_size",
+    "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings",
+    "hidden_act", "attention_bias", "tie_word_embeddings", "layer_types", "sliding_window", "dtype", "torch_dtype",
+    "eagle_aux_hidden_state_layer_ids",
 )  # fmt: skip
 
 
@@ -56,7 +57,7 @@ class Proof:
 
 
 def stored_tensors(directory: Path) -> dict[str, tuple[str, Shape]]:
-    """Return dtype name and shape of each stored tensor, from the file's header. Raises ExportError for an unreadable file."""
+    """Return dtype name and shape of each stored tensor, from the file's header. Raises ExportError if unreadable."""
     try:
         with open(directory / WEIGHTS, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -135,7 +136,8 @@ def check_tensors(config: Mapping[str, Any], stored: Mapping[str, tuple[str, Sha
         )
     if extra:
         raise ExportError(
-            f"{WEIGHTS} holds {extra[0]} ({len(extra)} too many); only the network of {len(expected)} tensors belongs there, "
+            f"{WEIGHTS} holds {extra[0]} ({len(extra)} too many); only the network of {len(expected)} tensors "
+            "belongs there, "
             "without embedding, head, rotary buffers or prefixes"
         )
     for name, shape in expected.items():
@@ -151,7 +153,8 @@ def check_target(config: Mapping[str, Any], target: Target) -> None:
     ids, mask = nested["target_layer_ids"], nested["mask_token_id"]
     if not ids or min(ids) < 0 or max(ids) > info.num_layers - 2 or sorted(set(ids)) != ids:
         raise ExportError(
-            f"target_layer_ids {ids} are not increasing ids in 0..{info.num_layers - 2} of a target of {info.num_layers} layers"
+            f"target_layer_ids {ids} are not increasing ids in 0..{info.num_layers - 2} of a target of "
+            f"{info.num_layers} layers"
         )
     if config["num_target_layers"] != info.num_layers:
         raise ExportError(
@@ -159,7 +162,8 @@ def check_target(config: Mapping[str, Any], target: Target) -> None:
         )
     if config["vocab_size"] != info.vocab_rows:
         raise ExportError(
-            f"vocab_size is {config['vocab_size']}, the target's embedding has {info.vocab_rows} rows; vLLM would remap ids"
+            f"vocab_size is {config['vocab_size']}, the target's embedding has {info.vocab_rows} rows; vLLM would "
+            "remap ids"
         )
     if config["hidden_size"] != info.hidden_size:
         raise ExportError(f"hidden_size is {config['hidden_size']}, the target's is {info.hidden_size}")
@@ -167,12 +171,13 @@ def check_target(config: Mapping[str, Any], target: Target) -> None:
         raise ExportError(f"mask_token_id {mask} is outside the target's {info.vocab_rows} embedding rows")
     if mask == info.pad_id or mask in info.eos_ids:
         raise ExportError(
-            f"mask_token_id {mask} is the target's {'end' if mask in info.eos_ids else 'padding'} token; train with an unused one"
+            f"mask_token_id {mask} is the target's {'end' if mask in info.eos_ids else 'padding'} token; train "
+            "with an unused one"
         )
 
 
 def check_weights(stored: Mapping[str, Tensor], state: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Raise ExportError naming the first stored tensor that is not the trained one, rounded to ``dtype``, to the bit."""
+    """Raise ExportError naming the first stored tensor that is not, to the bit, the trained one in ``dtype``."""
     for name, trained in state.items():
         if not torch.equal(stored[name].cpu(), trained.detach().to(dtype).cpu()):
             raise ExportError(
@@ -262,8 +267,9 @@ def prove(
     dtype: torch.dtype,
     ids: Sequence[int],
 ) -> Proof:
-    """Run every part of the proof on ``directory``. ``state``: the trained float32 tensors; ``ids``: real tokens, 2 or more.
+    """Run every part of the proof on ``directory``.
 
+    ``state``: the trained float32 tensors; ``ids``: real tokens, two or more.
     Raises ExportError naming the first part that fails.
     """
     stored, written = stored_tensors(directory), read_config(directory)

@@ -34,12 +34,13 @@ class ServeCommands:
 def serve_commands(config: Mapping[str, Any], *, target: str, drafter: str) -> ServeCommands:
     """Return the shell lines that serve ``target`` (a path or hub id) with the directory ``drafter``.
 
-    ``config`` is the drafter's config.json. Mixed sliding and full layers need vLLM's second model runner, which is then
-    asked for by name; full layers draft without a causal mask, hence the attention backend.
+    ``config`` is the drafter's config.json. Mixed sliding and full layers need vLLM's second model runner, which is
+    then asked for by name; full layers draft without a causal mask, hence the attention backend.
     """
     block = _block_size(config)
     speculative = json.dumps({"method": "dflash", "model": drafter, "num_speculative_tokens": block - 1})
-    vllm = f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)} --attention-backend flash_attn"
+    vllm = f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(speculative)}"
+    vllm = f"{vllm} --attention-backend flash_attn"
     if 0 < list(config.get("layer_types") or ()).count(SLIDING) < int(config["num_hidden_layers"]):
         vllm = f"VLLM_USE_V2_MODEL_RUNNER=1 {vllm}"
     sglang = (
@@ -51,7 +52,7 @@ def serve_commands(config: Mapping[str, Any], *, target: str, drafter: str) -> S
 
 def _block_size(config: Mapping[str, Any]) -> int:
     """Return the block size as SGLang reads it: nested first, then the top level. Raises ExportError without one."""
-    value = _dflash(config).get("block_size", config.get("block_size"))
+    value: Any = _dflash(config).get("block_size", config.get("block_size"))
     if not _is_int(value) or value < 2:
         raise ExportError(
             f"config.json has block_size {value!r}; write the trained block size, 2 or more, in both places"
@@ -89,10 +90,11 @@ def _sglang_rules(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> lis
     faults: list[str] = []
     nested, ids = _dflash(config), _ids(config)
     layers, hidden = int(config["num_hidden_layers"]), int(config["hidden_size"])
-    depth = config.get("num_target_layers")
+    depth: Any = config.get("num_target_layers")
     if config.get("architectures") != ["DFlashDraftModel"]:
         faults.append(
-            f"SGLang picks the class by architectures, which is {config.get('architectures')!r}, not ['DFlashDraftModel']"
+            f"SGLang picks the class by architectures, which is {config.get('architectures')!r}, not "
+            "['DFlashDraftModel']"
         )
     if not ids or len(ids) != len(nested.get("target_layer_ids") or ()):
         faults.append(
@@ -108,7 +110,7 @@ def _sglang_rules(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> lis
         faults.append(
             f"SGLang needs fc.weight of {(hidden, len(ids) * hidden)} for {len(ids)} layers of {hidden}, it is {fc}"
         )
-    mask = nested.get("mask_token_id")
+    mask: Any = nested.get("mask_token_id")
     if not _is_int(mask) or not 0 <= mask < int(config["vocab_size"]):
         faults.append(f"SGLang falls back to a token named <|MASK|> when dflash_config.mask_token_id is {mask!r}")
     kinds = config.get("layer_types")
@@ -191,8 +193,10 @@ def engine_notes(config: Mapping[str, Any], *, scaled_embedding: bool = False, h
     if SLIDING in kinds:
         window = config.get("sliding_window")
         notes.append(
-            f"sliding layers: trained so that a query at p sees context j with p-j <= {int(window or 0) - 1} and its block "
-            "causally, as SGLang and vLLM compute them; z-lab's own package passes the window to the attention kernel only "
+            f"sliding layers: trained so that a query at p sees context j with p-j <= {int(window or 0) - 1} and "
+            "its block "
+            "causally, as SGLang and vLLM compute them; z-lab's own package passes the window to the attention "
+            "kernel only "
             "(no mask without FlashAttention 2), so measure there before relying on it"
         )
         if kinds.count(SLIDING) < len(kinds):
@@ -205,9 +209,11 @@ def engine_notes(config: Mapping[str, Any], *, scaled_embedding: bool = False, h
         notes.append("hybrid target: SGLang needs --mamba-scheduler-strategy extra_buffer")
     if scaled_embedding:
         notes.append(
-            "the target scales its embedding; the drafter was trained on scaled rows, so compare the server's acceptance with evaluation.json"
+            "the target scales its embedding; the drafter was trained on scaled rows, so compare the server's "
+            "acceptance with evaluation.json"
         )
     notes.append(
-        "rotary layout: the drafter is NeoX-style; vLLM copies the layout of the target, which fits unless the target interleaves"
+        "rotary layout: the drafter is NeoX-style; vLLM copies the layout of the target, which fits unless the "
+        "target interleaves"
     )
     return notes

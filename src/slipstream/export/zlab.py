@@ -54,9 +54,9 @@ def export_run(
     """Export the drafter of a run to the new directory ``to_dir`` and print the serve commands.
 
     Reads ``run_dir/drafter`` (an unfinished run: its newest complete checkpoint) and the run's recipe, to which
-    ``overrides`` apply (``--target.path`` where the target has moved). Returns None for a dry run, which writes nothing.
-    Raises ExportError for a directory that is no run, an existing ``to_dir``, a target other than the trained one, a full
-    disk, or any part of the proof.
+    ``overrides`` apply (``--target.path`` where the target has moved). Returns None for a dry run, which writes
+    nothing. Raises ExportError for a directory that is no run, an existing ``to_dir``, a target other than the trained
+    one, a full disk, or any part of the proof.
     """
     from slipstream.drafter.store import load_drafter
     from slipstream.recipe import load_recipe
@@ -78,7 +78,8 @@ def export_run(
         commands = serve_commands(written, target=recipe.target.path, drafter=str(to_dir))
         _say(
             console,
-            f"would export {source} to {to_dir}: block size {config.block_size}, layers {list(config.target_layer_ids)}",
+            f"would export {source} to {to_dir}: block size {config.block_size}, layers "
+            f"{list(config.target_layer_ids)}",
         )
         _say(console, commands.vllm)
         _say(console, commands.sglang)
@@ -86,7 +87,12 @@ def export_run(
     target = load_target(recipe.target, device=resolve_device(recipe.run.device))
     try:
         report = export_drafter(
-            draft_model, config, to_dir, target=target, run=run_facts(run_dir, source), serve_as=recipe.target.path
+            draft_model,
+            config,
+            to_dir,
+            target=target,
+            run=run_facts(run_dir, source),
+            serve_as=served_path(recipe.target.path, target),
         )
     finally:
         target.close()
@@ -97,7 +103,8 @@ def export_run(
     )
     _say(
         console,
-        f"proven: keys, shapes, configuration, engine rules; {proof.slots} slots of logits on {proof.positions} tokens of the "
+        f"proven: keys, shapes, configuration, engine rules; {proof.slots} slots of logits on {proof.positions} "
+        "tokens of the "
         f"target equal to the bit (against float32 weights: {proof.same_drafts:.0%} of drafts the same)",
     )
     for note in report.notes:
@@ -136,7 +143,8 @@ def export_drafter(
     trained_for = facts.get("target_digest")
     if trained_for and trained_for != target.info.digest:
         raise ExportError(
-            f"the drafter was trained for target {facts.get('target') or ''} ({trained_for[:12]}), {target.info.name} is another "
+            f"the drafter was trained for target {facts.get('target') or ''} ({trained_for[:12]}), "
+            f"{target.info.name} is another "
             f"({target.info.digest[:12]}); give the trained one with --target.path"
         )
     stored = dtype or (torch.float16 if target.dtype == torch.float16 else torch.bfloat16)
@@ -179,8 +187,16 @@ def export_drafter(
     return ExportReport(directory=directory, proof=proof, commands=commands, notes=notes)
 
 
+def served_path(path: str, target: Target) -> str:
+    """Return what a server is given for a target: its path, or the converted directory of a .gguf or ``smollm2``."""
+    from slipstream.target.source import resolve_path
+
+    place = resolve_path(path)
+    return path if isinstance(place, str) or place.is_dir() else str(target.model.name_or_path)
+
+
 def drafter_of_run(run_dir: Path) -> Path:
-    """Return the drafter directory of a run: the finished one, else the newest complete checkpoint's. Raises ExportError."""
+    """Return a run's drafter directory: the finished one, else the newest complete checkpoint's. Raises ExportError."""
     from slipstream.training.checkpoint import latest_checkpoint
 
     finished = run_dir / "drafter"

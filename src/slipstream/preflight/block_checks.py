@@ -17,12 +17,12 @@ FULL = "full_attention"
 
 
 def no_leak(subject: Subject) -> str:
-    """A block's loss depends on the features of its own document before its anchor, on its own tokens, and nothing else.
+    """A block's loss depends on its own document's features before its anchor, on its own tokens, and nothing else.
 
     Row r holds the same four documents, and only one block of document r carries loss. The gradient of that loss with
     respect to the features is exactly zero wherever the block may not look.
     """
-    run, config = subject.run, subject.run.config
+    config = subject.run.config
     features = rows_of(subject.packed, DOCUMENTS)
     blocks = subject.blocks(features.batch)
     chosen = _one_block_a_row(blocks, features.batch)
@@ -41,11 +41,15 @@ def no_leak(subject: Subject) -> str:
     changed = _loss(subject, features, dataclasses.replace(alone, noise_ids=others))
     if not torch.equal(loss, changed):
         raise CheckFailure(
-            f"a block's loss changed from {float(loss):.6g} to {float(changed):.6g} when other blocks' tokens changed: blocks "
+            f"a block's loss changed from {float(loss):.6g} to {float(changed):.6g} when other blocks' tokens "
+            "changed: blocks "
             "see each other; the attention mask must keep each to itself"
         )
     both_ways = _check_direction(subject, features, _only(blocks, chosen, slice(1)), chosen)
-    return f"{DOCUMENTS} blocks in {DOCUMENTS} documents: zero gradient at and after the anchor and outside the document; {both_ways}"
+    return (
+        f"{DOCUMENTS} blocks in {DOCUMENTS} documents: zero gradient at and after the anchor and outside the "
+        f"document; {both_ways}"
+    )
 
 
 def _one_block_a_row(blocks: Blocks, batch: PackedBatch) -> Tensor:
@@ -57,14 +61,15 @@ def _one_block_a_row(blocks: Blocks, batch: PackedBatch) -> Tensor:
         mine = index[(document[row] == row) & blocks.keep[row]]
         if not len(mine):
             raise CheckFailure(
-                f"no block starts in document {row}, which has supervised tokens: anchors are not drawn from every document"
+                f"no block starts in document {row}, which has supervised tokens: anchors are not drawn from "
+                "every document"
             )
         chosen.append(int(mine[-1]))
     return torch.tensor(chosen, device=document.device)
 
 
 def _only(blocks: Blocks, chosen: Tensor, slots: slice) -> Blocks:
-    """Return the blocks with some slots of one block a row as the only loss, whether there is text to be right about or not."""
+    """Return the blocks with some slots of one block a row as the only loss, be there text to be right about or not."""
     valid = torch.zeros_like(blocks.valid)
     valid[torch.arange(len(chosen)), chosen, slots] = True
     return dataclasses.replace(blocks, valid=valid)
@@ -95,7 +100,8 @@ def _check_seen(seen: Tensor, blocks: Blocks, chosen: Tensor, batch: PackedBatch
         foreign = [p for p in where if not bool(inside[p])]
         if foreign:
             raise CheckFailure(
-                f"a block of document {row} (tokens {start} to {int(inside.nonzero()[-1])}) sees the feature at {foreign[0]}, "
+                f"a block of document {row} (tokens {start} to {int(inside.nonzero()[-1])}) sees the feature at "
+                f"{foreign[0]}, "
                 "which is another document's; the context must stay in the anchor's document"
             )
         early = [p for p in where if p < first]
@@ -107,7 +113,8 @@ def _check_seen(seen: Tensor, blocks: Blocks, chosen: Tensor, batch: PackedBatch
         if anchor > first and not (bool(seen[row, anchor - 1]) and bool(seen[row, first])):
             blind = anchor - 1 if not bool(seen[row, anchor - 1]) else first
             raise CheckFailure(
-                f"a block with its anchor at {anchor} does not see the feature at {blind}, which a server gives it; the "
+                f"a block with its anchor at {anchor} does not see the feature at {blind}, which a server gives "
+                "it; the "
                 "context must reach from the document's start to the token before the anchor"
             )
 
@@ -147,7 +154,8 @@ def packing_parity(subject: Subject) -> str:
     # In low precision rounding depends on a matmul's shape; there the typical token decides, and the leak below.
     if (not worst <= 1e-3) if not low else (not middle <= 0.1):
         raise CheckFailure(
-            f"features of packed documents differ by up to {worst:.2g} from the same documents alone (median {middle:.2g}): state "
+            f"features of packed documents differ by up to {worst:.2g} from the same documents alone (median "
+            f"{middle:.2g}): state "
             "or attention crosses documents; set target.packing = unpacked"
         )
     if low:
@@ -156,12 +164,14 @@ def packing_parity(subject: Subject) -> str:
     loss_alone, weight_alone = _layout_loss(subject, [[n] for n in range(DOCUMENTS)])
     if not abs(weight - weight_alone) <= 1e-5 * weight_alone:
         raise CheckFailure(
-            f"packed documents have loss weight {weight:.6g}, alone {weight_alone:.6g}: labels or anchors cross documents"
+            f"packed documents have loss weight {weight:.6g}, alone {weight_alone:.6g}: labels or anchors cross "
+            "documents"
         )
     limit = 1e-4 if run.settings.precision == torch.float32 else 2e-2
     if not abs(loss - loss_alone) <= limit * abs(loss_alone):
         raise CheckFailure(
-            f"packed documents have loss {loss:.6g}, alone {loss_alone:.6g}: positions, context or labels cross documents"
+            f"packed documents have loss {loss:.6g}, alone {loss_alone:.6g}: positions, context or labels cross "
+            "documents"
         )
     return f"{run.reader.mode} features within {worst:.1e}, loss {loss:.5g} packed and {loss_alone:.5g} alone"
 
@@ -169,7 +179,8 @@ def packing_parity(subject: Subject) -> str:
 def _apart(a: Tensor, b: Tensor, hidden: int) -> Tensor:
     """Return the relative difference of each token and tap."""
     a, b = (t.float().reshape(len(t), -1, hidden) for t in (a, b))
-    return ((a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-12)).flatten().cpu()
+    apart: Tensor = (a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-12)
+    return apart.flatten().cpu()
 
 
 def _check_no_crossing(subject: Subject) -> None:
@@ -184,7 +195,8 @@ def _check_no_crossing(subject: Subject) -> None:
             leaked = float(_apart(changed[part], subject.packed.features[0, part], run.target.info.hidden_size).max())
             if not leaked <= 2e-2:
                 raise CheckFailure(
-                    f"features of document {number} change by {leaked:.2g} when other documents change; set target.packing = unpacked"
+                    f"features of document {number} change by {leaked:.2g} when other documents change; set "
+                    "target.packing = unpacked"
                 )
 
 
@@ -205,14 +217,15 @@ def _layout_loss(subject: Subject, layout: list[list[int]]) -> tuple[float, floa
 
 
 def empty_batch(subject: Subject) -> str:
-    """Without a valid anchor the step gives zero, all of it finite, and every parameter a gradient; the update skips."""
+    """Without a valid anchor the step gives zero, finite, and every parameter a gradient; the update skips."""
     run, model = subject.run, subject.run.draft_model
     full = rows_of(subject.packed, DOCUMENTS)
     bare = dataclasses.replace(full.batch, loss_mask=torch.zeros_like(full.batch.loss_mask))
     result = _backward(subject, FeatureBatch(batch=bare, features=full.features))
     if float(result[0]) != 0.0 or float(result[1]) != 0.0:
         raise CheckFailure(
-            f"a batch without supervised tokens has loss {float(result[0]):.6g} and weight {float(result[1]):.6g}; both must be 0"
+            f"a batch without supervised tokens has loss {float(result[0]):.6g} and weight "
+            f"{float(result[1]):.6g}; both must be 0"
         )
     _check_gradients(subject, "a batch without anchors", zero=True)
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.dim() < 2}
@@ -237,7 +250,10 @@ def empty_batch(subject: Subject) -> str:
         )
     _check_gradients(subject, "a row without anchors", zero=False)
     count = sum(1 for _ in model.parameters())
-    return f"loss 0, weight 0, {count} parameters with finite gradients, update skipped; {DOCUMENTS - 1} empty rows of {TOKENS * DOCUMENTS} do no harm"
+    return (
+        f"loss 0, weight 0, {count} parameters with finite gradients, update skipped; {DOCUMENTS - 1} empty rows "
+        f"of {TOKENS * DOCUMENTS} do no harm"
+    )
 
 
 def _backward(subject: Subject, features: FeatureBatch) -> tuple[Tensor, Tensor]:
@@ -252,7 +268,7 @@ def _backward(subject: Subject, features: FeatureBatch) -> tuple[Tensor, Tensor]
 
 
 def _check_gradients(subject: Subject, what: str, *, zero: bool) -> None:
-    """Raise CheckFailure for a parameter without gradient (its collective would wait for ever) or with one not finite."""
+    """Raise CheckFailure for a parameter without gradient (a collective would wait for ever) or with one not finite."""
     for name, parameter in subject.run.draft_model.named_parameters():
         if parameter.grad is None:
             raise CheckFailure(

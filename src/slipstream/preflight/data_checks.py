@@ -1,4 +1,4 @@
-"""``render-parity``, ``mask-token``: the ids that are trained on are those that a server sees; the mask means nothing else."""
+"""``render-parity``, ``mask-token``: trained ids are those that a server sees; the mask token means nothing else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def render_parity(subject: Subject) -> str:
             if kept is not None and mask.any() and not over_long:
                 if _key(ids, mask) not in kept:
                     raise CheckFailure(
-                        f"{sample.origin}: its ids and loss mask are in no packed row; rows were made from other data or "
+                        f"{sample.origin}: its ids and loss mask are in no packed row; rows were made from other "
+                        "data or "
                         "settings: remove the cache of packed rows"
                     )
                 found += 1
@@ -113,7 +114,8 @@ def _check_chat(
         ]  # fmt: skip
         if not homes:
             raise CheckFailure(
-                f"{conversation.origin}: messages[{place}]: no sample has the {len(prefill)} ids that a server prefills, "
+                f"{conversation.origin}: messages[{place}]: no sample has the {len(prefill)} ids that a server "
+                "prefills, "
                 "followed by a supervised token: template, special tokens or loss mask differ from serving"
             )
         for n in homes:

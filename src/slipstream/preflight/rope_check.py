@@ -22,7 +22,7 @@ _TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 5e-2}
 
 
 def rope(subject: Subject) -> str:
-    """The keys of the context are rotated over the full head by theta ** (-2i/d) in float32, also in a bfloat16 copy."""
+    """The context's keys are rotated over the full head by theta ** (-2i/d) in float32, also in a bfloat16 copy."""
     run, config = subject.run, subject.run.config
     expected = run.recipe.drafter.rope_theta or run.target.info.rope_theta
     if config.rope_theta != expected:
@@ -43,18 +43,23 @@ def rope(subject: Subject) -> str:
         error = _key_error(cast, features.to(dtype), positions, expected)
         if not error <= _TOLERANCE[dtype]:
             raise CheckFailure(
-                f"rotated keys of a {str(dtype).removeprefix('torch.')} drafter are off by {error:.2g} at positions up to "
-                f"{furthest}: rotary must be plain, over all {config.head_dim} dimensions, with float32 frequencies of base "
+                f"rotated keys of a {str(dtype).removeprefix('torch.')} drafter are off by {error:.2g} at "
+                "positions up to "
+                f"{furthest}: rotary must be plain, over all {config.head_dim} dimensions, with float32 "
+                "frequencies of base "
                 f"{expected:g}"
             )
     _check_relative(subject, model, features)
     _check_stored(model, expected)
-    return f"base {expected:g} over {config.head_dim} dimensions, keys exact to position {furthest} in float32 and bfloat16, stored in both dialects"
+    return (
+        f"base {expected:g} over {config.head_dim} dimensions, keys exact to position {furthest} in float32 and "
+        "bfloat16, stored in both dialects"
+    )
 
 
 @torch.no_grad()
 def _key_error(model: DraftModel, features: Tensor, positions: Tensor, theta: float) -> float:
-    """Compare ``context_kv``'s keys with keys rotated in float64 by the formula, before which nothing is shared but weights."""
+    """Compare ``context_kv``'s keys with keys that are rotated here, in float64, by the formula."""
     attention = model.layers[0].self_attn
     context = model.hidden_norm(model.fc(features))
     plain = F.linear(context, attention.k_proj.weight, attention.k_proj.bias)  # type: ignore[union-attr, arg-type]
@@ -106,7 +111,8 @@ def _check_stored(model: DraftModel, theta: float) -> None:
         for name, value in stored.items():
             if value != theta:
                 raise CheckFailure(
-                    f"config.json would say {name} {value!r}, the network computes with {theta:g}; servers would use the former"
+                    f"config.json would say {name} {value!r}, the network computes with {theta:g}; servers would "
+                    "use the former"
                 )
         if tree.get("rope_scaling") is not None or tree.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise CheckFailure(f"config.json would scale or cut the rotary embedding: {tree.get('rope_scaling')!r}")

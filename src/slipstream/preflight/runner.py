@@ -45,7 +45,7 @@ CHECKS: dict[str, Check] = {
 
 
 def run_check(name: str, subject: Subject) -> CheckResult:
-    """Run one check. Faults that it finds, and errors that a user can mend, become its result; any other error escapes."""
+    """Run one check. Faults that it finds, and errors that a user can mend, become its result; others escape."""
     began = time.monotonic()
     try:
         with subject.untouched():
@@ -59,15 +59,26 @@ def run_check(name: str, subject: Subject) -> CheckResult:
 
 
 def run_checks(run: PreparedRun, names: Sequence[str], *, console: Console | None = None) -> PreflightReport:
-    """Run the named checks on a prepared run and print a line for each. Its weights and generators stay as they were."""
+    """Run the named checks on a prepared run and print a line for each. Weights and generators stay as they were."""
     subject = Subject(run)
     results = []
     for name in names:
+        if name not in CHEAP:
+            _forget_compiled(run)
         result = run_check(name, subject)
         results.append(result)
         if console is not None:
             console.print(f"preflight {result.line()}", markup=False, highlight=False, soft_wrap=True)
+    _forget_compiled(run)
     return PreflightReport(results=tuple(results))
+
+
+def _forget_compiled(run: PreparedRun) -> None:
+    """Give training, and each large check, all of the compiler's recompile limit: each has shapes of its own."""
+    if run.device.type == "cuda":
+        import torch
+
+        torch._dynamo.reset()
 
 
 def cheap_checks(console: Console | None = None) -> Callable[[PreparedRun], dict[str, Any] | None]:

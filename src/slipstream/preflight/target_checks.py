@@ -26,14 +26,17 @@ def head_parity(subject: Subject) -> str:
             part = slice(slot * hidden, (slot + 1) * hidden)
             if not torch.equal(alone.features[:, part], alone.hidden[:, part]):
                 raise CheckFailure(
-                    f"the features of layer {layer} are not its output (hidden_states[{layer + 1}]): an index is off by "
+                    f"the features of layer {layer} are not its output (hidden_states[{layer + 1}]): an index is "
+                    "off by "
                     "one, or another layer is hooked; a drafter trained on them fails in every server"
                 )
             compared += 1
     if agree < _AGREEMENT * total:
         raise CheckFailure(
-            f"head(norm(last layer's state)) agrees with the target's next token at {agree} of {total} positions: the last "
-            "state, the norm or the head is not the target's; check the family's layers and that all weights were loaded"
+            f"head(norm(last layer's state)) agrees with the target's next token at {agree} of {total} positions: "
+            "the last "
+            "state, the norm or the head is not the target's; check the family's layers and that all weights "
+            "were loaded"
         )
     taps = f", {len(layer_ids)} taps are the layers' outputs" if compared else " (the model returns no hidden_states)"
     return f"{agree} of {total} positions agree{taps}"
@@ -60,14 +63,16 @@ def tied_head(subject: Subject) -> str:
         worst = _relative(target.embed(ids), alone.first_input)
         if not worst <= (1e-3 if target.dtype == torch.float32 else 2e-2):
             raise CheckFailure(
-                f"the borrowed embedding differs by {worst:.2g} from what the target's first layer is given: a scale or a "
+                f"the borrowed embedding differs by {worst:.2g} from what the target's first layer is given: a "
+                "scale or a "
                 "norm is left out; the drafter's blocks would not look like the target's tokens"
             )
         agree += int((alone.from_weight == alone.argmax).sum())
         total += len(alone.argmax)
     if agree < _AGREEMENT * total:
         raise CheckFailure(
-            f"the head's weight alone chooses the target's next token at {agree} of {total} positions; the loss would train "
+            f"the head's weight alone chooses the target's next token at {agree} of {total} positions; the loss "
+            "would train "
             "towards another head than the one that verifies"
         )
     names = [n for n in run.draft_model.state_dict() if "embed" in n or "lm_head" in n]
@@ -76,7 +81,10 @@ def tied_head(subject: Subject) -> str:
         raise CheckFailure(
             f"{(names + trainable)[0]} would be trained; embedding and head stay the target's and frozen"
         )
-    return f"{'tied' if tied else 'untied'}, {agree} of {total} next tokens from the head's weight, embedding as in the first layer"
+    return (
+        f"{'tied' if tied else 'untied'}, {agree} of {total} next tokens from the head's weight, embedding as in "
+        "the first layer"
+    )
 
 
 def _relative(a: Tensor, b: Tensor) -> float:

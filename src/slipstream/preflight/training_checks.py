@@ -66,7 +66,10 @@ def norms_move(subject: Subject) -> str:
         )
     norms = [name for name, p in run.draft_model.named_parameters() if p.dim() < 2]
     least = min(float((run.draft_model.get_parameter(n).detach() - before[n]).abs().max()) for n in norms)
-    return f"{len(norms)} norms and {len(before) - len(norms)} matrices moved in {STEPS} steps (norms by {least:.1e} or more), all float32"
+    return (
+        f"{len(norms)} norms and {len(before) - len(norms)} matrices moved in {STEPS} steps (norms by {least:.1e} "
+        "or more), all float32"
+    )
 
 
 def _check_precision(run: PreparedRun, trainer: Trainer) -> None:
@@ -125,7 +128,8 @@ def exact_resume(subject: Subject) -> str:
                 raise CheckFailure(f"the checkpoint that was saved cannot be resumed: {error}") from None
             if trainer.step != half:
                 raise CheckFailure(
-                    f"a resume after step {half} goes on at step {trainer.step}; data position and schedule would be off"
+                    f"a resume after step {half} goes on at step {trainer.step}; data position and schedule would "
+                    "be off"
                 )
             for _ in range(STEPS - half):
                 trainer.train_step()
@@ -148,7 +152,8 @@ def _compare(expected: dict[str, Tensor], given: dict[str, Tensor], *, exact: bo
         limit = 1e-3 * max(float(value.double().abs().max()), 1e-6)
         if exact or name.startswith("state rng") or not apart <= limit:
             raise CheckFailure(
-                f"{STEPS} steps and {STEPS // 2} + resume + {STEPS - STEPS // 2} differ in {name} by {apart:.3g}: the checkpoint "
+                f"{STEPS} steps and {STEPS // 2} + resume + {STEPS - STEPS // 2} differ in {name} by {apart:.3g}: "
+                "the checkpoint "
                 "does not hold everything, or the order of data or anchors depends on more than seed and index"
             )
         worst = max(worst, apart)

@@ -73,7 +73,7 @@ class Target:
         weight = self.parts.embed_tokens.weight
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = weight.dtype
-        self.info: TargetInfo = _describe(model, tokenizer, self.parts, name, digest)
+        self.info: TargetInfo = describe(model, tokenizer, self.parts, name, digest)
         _check_fit(self)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -123,8 +123,8 @@ def load_target(config: TargetConfig, *, device: torch.device, dtype: torch.dtyp
     return Target(model, tokenizer, name=config.path, digest=directory_digest(directory))
 
 
-def _describe(model: Any, tokenizer: Any, parts: DecoderParts, name: str, digest: str) -> TargetInfo:
-    """Collect a target's facts from its configuration and its modules."""
+def describe(model: Any, tokenizer: Any, parts: DecoderParts, name: str, digest: str) -> TargetInfo:
+    """Collect a target's facts from its configuration and its modules, which may lie on the meta device."""
     config = text_config(model.config)
     hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
     embedding, head = parts.embed_tokens.weight, parts.lm_head.weight

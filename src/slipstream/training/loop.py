@@ -57,7 +57,7 @@ class Trainer:
         self._began = time.monotonic()
         self._reported = (self._began, 0)  # time and tokens at the last report
         self._lr = 0.0
-        # Nothing here draws from torch's own generator; seeded and restored all the same, for modelling code that might.
+        # Nothing here draws from torch's own generator; seeded and restored all the same, for code that might.
         torch.manual_seed(self.seed)
         assert_full_precision(run.draft_model, self.optimizer)
 

@@ -12,12 +12,9 @@ from slipstream.config import Recipe, TrainingConfig
 from slipstream.data.pack import build_dataset
 from slipstream.drafter.config import DrafterConfig
 from slipstream.drafter.store import parameter_shapes
-from slipstream.target.digest import directory_digest
-from slipstream.target.families import locate_decoder
+from slipstream.target.description import describe_target
 from slipstream.target.features import validate_layer_ids
-from slipstream.target.model import TargetInfo, _describe
-from slipstream.target.quiet import quiet_loading
-from slipstream.target.source import local_directory, read_config, read_tokenizer, resolve_dtype
+from slipstream.target.source import resolve_dtype
 from slipstream.training.hardware import resolve_attention, resolve_device, resolve_precision
 from slipstream.training.session import resolve_drafter, resolve_steps
 from slipstream.training.step import resolve_step_settings
@@ -36,7 +33,7 @@ def plan(recipe: Recipe) -> dict[str, Any]:
     precision = resolve_precision(training.precision, device)
     kind = resolve_attention(training.attention, device)
     target_dtype = resolve_dtype(recipe.target.dtype, device)
-    info, tokenizer, target_parameters = describe_target(recipe)
+    info, tokenizer, target_parameters = describe_target(recipe.target)
     dataset = build_dataset(recipe.data, tokenizer, stop_ids=info.eos_ids)
     config = resolve_drafter(recipe, tokenizer, info, dataset.used_ids)
     validate_layer_ids(config.target_layer_ids, info.num_layers)
@@ -92,25 +89,6 @@ def plan(recipe: Recipe) -> dict[str, Any]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def describe_target(recipe: Recipe) -> tuple[TargetInfo, Any, int]:
-    """Return the target's facts, its tokenizer and its number of parameters, from a model without memory."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
-
-    settings = recipe.target
-    directory = local_directory(settings)
-    config = read_config(directory, settings)
-    tokenizer = read_tokenizer(directory, settings)
-    loader: Any = AutoModelForCausalLM
-    if type(config) not in loader._model_mapping and type(config) in AutoModelForImageTextToText._model_mapping:
-        loader = AutoModelForImageTextToText
-    with quiet_loading(), torch.device("meta"):
-        model = loader.from_config(config, trust_remote_code=settings.trust_remote_code)
-    if (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory)
-    info = _describe(model, tokenizer, locate_decoder(model), settings.path, directory_digest(directory))
-    return info, tokenizer, sum(p.numel() for p in model.parameters())
 
 
 def memory_estimate(

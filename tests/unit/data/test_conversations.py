@@ -173,7 +173,7 @@ def test_a_name_that_is_no_file_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(
-        DataError, match="org/name is neither a file or directory here nor a data set that loads: no route$"
+        DataError, match=r"org/name is neither a file or directory here nor a data set that loads: no route$"
     ):
         list(read_conversations(["org/name"]))
 

@@ -180,7 +180,8 @@ def test_the_key_follows_content_tokenizer_template_and_settings(tmp_path: Path)
     others = [dataset_key(data, tiny_tokenizer(THINKING)), dataset_key(data, tiny_tokenizer(), [5])]
     for change in (
         {"row_length": 128}, {"over_long": "drop"}, {"history": "error"}, {"last_turn_only": True}, {"thinking": "on"},
-        {"prompt_completion": "raw"}, {"template_kwargs": {"a": 1}}, {"max_samples": 2}, {"train": (str(path), str(path))},
+        {"prompt_completion": "raw"}, {"template_kwargs": {"a": 1}}, {"max_samples": 2},
+        {"train": (str(path), str(path))},
     ):  # fmt: skip
         others.append(dataset_key(settings_for(path, **change), tiny_tokenizer()))
     grown = tiny_tokenizer()

@@ -81,8 +81,9 @@ def chats(count: int, turns: int = 1) -> list[Conversation]:
 
 
 def run(
-    directory: Path, conversations: list[Conversation], says: Generate, *, template: str = CHATML, name: str = "out.jsonl",
-    data: DataConfig | None = None, progress: Any = None, max_positions: int = 0, target: str = "t", **settings: Any,
+    directory: Path, conversations: list[Conversation], says: Generate, *, template: str = CHATML,
+    name: str = "out.jsonl", data: DataConfig | None = None, progress: Any = None, max_positions: int = 0,
+    target: str = "t", **settings: Any,
 ) -> RegenerateReport:  # fmt: skip
     return regenerate(
         conversations,
@@ -202,7 +203,7 @@ def test_empty_answers_and_long_prompts_are_left_out_and_counted(tmp_path: Path)
     assert (report.rows, report.empty) == (2, 1)
     assert "1 turns were left out: the target said nothing" in report.lines()
     assert len(list(read_conversations([str(tmp_path / "out.jsonl")]))) == 2
-    report = run(tmp_path, chats(5), Says("fine"), name="b.jsonl", max_positions=64 + 50)
+    report = run(tmp_path, chats(5), Says("fine"), name="b.jsonl", max_positions=64 + 34)
     assert 0 < report.too_long < 5
     assert report.rows == 5 - report.too_long
 

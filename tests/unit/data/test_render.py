@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tiny import CHATML, THINKING, tiny_tokenizer
 
 from slipstream.config import DataConfig
 from slipstream.data.display import GREEN
@@ -17,14 +16,17 @@ from slipstream.data.render import Renderer
 from slipstream.data.rows import as_cut, parse_row
 from slipstream.errors import DataError
 from slipstream.records import Conversation, RenderedSample
+from support.tiny import CHATML, THINKING, tiny_tokenizer
 
 IM_END = 257
 
 # Like Gemma's: the turn ends with a special token that is not the tokenizer's eos.
 OTHER_END = CHATML.replace("<|im_end|>", "<|reserved_0|>")
 # No special tokens at all.
-PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
+PLAIN = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 # Finished turns leave out the empty block that the generation prompt supplies with thinking off.
 LEAVES_OUT = CHATML.replace(
     "<|im_start|>assistant\n{% endif %}",
@@ -73,7 +75,8 @@ def test_chatml_supervises_each_answer_through_its_end_and_nothing_else() -> Non
     (sample,) = r.render(chat("Hi", "Hello", "Bye", "Ciao"))
     assert supervised(r, sample) == ["Hello<|im_end|>", "Ciao<|im_end|>"]
     text = "".join(
-        f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n{a}<|im_end|>\n" for q, a in (("Hi", "Hello"), ("Bye", "Ciao"))
+        f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n{a}<|im_end|>\n"
+        for q, a in (("Hi", "Hello"), ("Bye", "Ciao"))
     ).removesuffix("\n")
     assert r.decode(sample.ids.tolist()) == text
     assert sample.ids.dtype == np.int32

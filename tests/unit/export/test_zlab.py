@@ -6,7 +6,7 @@ import dataclasses
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,16 @@ from slipstream.drafter.store import load_drafter, save_drafter
 from slipstream.errors import ExportError
 from slipstream.export import proof as proof_module
 from slipstream.export.proof import REQUIRED, check_target, prove, read_config
-from slipstream.export.zlab import export_drafter, export_run, proof_ids
+from slipstream.export.zlab import export_drafter, export_run, proof_ids, served_path
 from slipstream.recipe import recipe_as_toml
 from slipstream.target.model import Target, load_target
 from support.tiny import save_tiny_target
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     directory = save_tiny_target(tmp_path_factory.mktemp("target"))
-    yield load_target(TargetConfig(path=str(directory)), device=torch.device("cpu"), dtype=torch.float32)
+    return load_target(TargetConfig(path=str(directory)), device=torch.device("cpu"), dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -386,7 +386,18 @@ def test_proving_twice_gives_the_same(
 ) -> None:
     export_drafter(draft_model, config, tmp_path / "out", target=target)
     state = draft_model.state_dict()
-    arguments: dict[str, Any] = dict(
-        state=state, config=config, target=target, dtype=torch.bfloat16, ids=proof_ids(target)
-    )
+    arguments: dict[str, Any] = {
+        "state": state,
+        "config": config,
+        "target": target,
+        "dtype": torch.bfloat16,
+        "ids": proof_ids(target),
+    }
     assert prove(tmp_path / "out", **arguments) == prove(tmp_path / "out", **arguments)
+
+
+def test_a_server_is_given_a_directory_that_it_can_load(tmp_path: Path, target: Target) -> None:
+    assert served_path(target.info.name, target) == target.info.name
+    assert served_path("owner/name", target) == "owner/name"
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert served_path(str(tmp_path / "model.gguf"), target) == target.info.name  # where the weights were loaded from

@@ -1,4 +1,4 @@
-"""``no-leak``, ``packing-parity`` and ``empty-batch`` see each way in which a block sees too much, too little or nothing."""
+"""``no-leak``, ``packing-parity``, ``empty-batch``: each way in which a block sees too much, too little or nothing."""
 
 from __future__ import annotations
 

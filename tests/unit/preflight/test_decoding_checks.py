@@ -88,6 +88,12 @@ def test_a_drafter_that_does_not_learn_is_overfit(run, verdict, monkeypatch) -> 
     assert "does not learn" in failed["overfit"]
 
 
+def test_a_machine_that_is_too_slow_is_not_told_that_it_does_not_learn(run, verdict, monkeypatch) -> None:
+    monkeypatch.setattr(decoding_checks, "SECONDS", 0.0)
+    failed = verdict(run, "overfit")
+    assert "out of time" in failed["overfit"]
+
+
 def test_random_drafts_from_the_decoder_are_overfit(run, verdict, monkeypatch) -> None:
     genuine = DraftModel.draft
     monkeypatch.setattr(DraftModel, "draft", lambda self, *a, **k: torch.randn_like(genuine(self, *a, **k)))

@@ -1,4 +1,4 @@
-"""``rope`` sees a rotary embedding that is not the drafter's own: rounded, cut, interleaved, of another base, or lost on disk."""
+"""``rope`` sees rotary embeddings that are rounded, cut, interleaved, of another base, or lost on the disk."""
 
 from __future__ import annotations
 

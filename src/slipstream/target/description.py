@@ -1,0 +1,35 @@
+"""A target's facts without its weights: for plans, and for all that only needs to know what ends a turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slipstream.config import TargetConfig
+from slipstream.target.digest import directory_digest
+from slipstream.target.families import locate_decoder
+from slipstream.target.model import TargetInfo, describe
+from slipstream.target.quiet import quiet_loading
+from slipstream.target.source import local_directory, read_config, read_tokenizer
+
+
+def describe_target(settings: TargetConfig) -> tuple[TargetInfo, Any, int]:
+    """Return the target's facts, its tokenizer and its number of parameters, from a model on the meta device.
+
+    Raises TargetError as ``load_target`` would before it reads weights. Thread-safe.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
+
+    directory = local_directory(settings)
+    config = read_config(directory, settings)
+    tokenizer = read_tokenizer(directory, settings)
+    loader: Any = AutoModelForCausalLM
+    if type(config) not in loader._model_mapping and type(config) in AutoModelForImageTextToText._model_mapping:
+        loader = AutoModelForImageTextToText
+    with quiet_loading(), torch.device("meta"):
+        model = loader.from_config(config, trust_remote_code=settings.trust_remote_code)
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    info = describe(model, tokenizer, locate_decoder(model), settings.path, directory_digest(directory))
+    return info, tokenizer, sum(p.numel() for p in model.parameters())
