@@ -172,9 +172,7 @@ def print_result(result: EvalResult, console: Console) -> None:
     """Print acceptance beside the free baselines, losslessness and measured speed."""
     from rich.table import Table
 
-    table = Table(
-        title=f"acceptance length at block {result.block_size}, {result.prompts} prompts", title_justify="left"
-    )
+    table = Table(title=f"block {result.block_size}, {result.prompts} prompts", title_justify="left")
     table.add_column("drafts from")
     table.add_column("tau", justify="right")
     table.add_row("nothing (plain decoding)", "1.000")
@@ -207,6 +205,12 @@ def print_result(result: EvalResult, console: Console) -> None:
         f"{result.baseline_tokens_per_second:.1f} without" + ("" if speedup is None else f": {speedup:.2f} x"),
         markup=False,
     )
+    if (even := result.details.get("break_even_tau")) is not None:
+        console.print(
+            f"a round of drafting and verifying cost {even:.2f} plain steps: speed-up begins at tau {even:.2f}",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def _circumstances(recipe: Recipe, device: torch.device) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def quickstart(overrides: Sequence[str] = (), *, dry_run: bool = False, console:
 
     headline("Done")
     assert result is not None
-    console.print(what_this_was(result.tau, recipe.training.max_minutes), markup=False)
+    said = what_this_was(result.tau, result.baselines, recipe.training.max_minutes)
+    console.print(said, markup=False, soft_wrap=True)
     console.print(
         "\nNext, for a model of your own:\n"
         f"  cp {DATA / 'recipe.toml'} my.toml      and set target.path, data.train, data.heldout\n"
@@ -108,13 +109,20 @@ def quickstart(overrides: Sequence[str] = (), *, dry_run: bool = False, console:
         "  slipstream evaluate RUN\n"
         "  slipstream export RUN --to my-drafter",
         markup=False,
+        soft_wrap=True,
     )
 
 
-def what_this_was(tau: float, minutes: float) -> str:
-    """Return the honest sentence about what a few CPU minutes can and cannot give."""
+def what_this_was(tau: float, baselines: dict[str, float], minutes: float) -> str:
+    """Return the honest sentence about what a few CPU minutes can and cannot give, with what was measured."""
+    name, best = max(baselines.items(), key=lambda item: item[1])
+    beside = (
+        f"the free {name.replace('_', ' ')} reaches {best:.3f}, and this drafter does not pay off"
+        if best >= tau
+        else f"it beats the best free baseline here ({name.replace('_', ' ')}, {best:.3f})"
+    )
     return (
-        f"{minutes:g} minutes on a CPU show that the line works and that acceptance rises from 1.0 (here to {tau:.3f} "
-        "tokens a target pass); a drafter that pays off needs GPU hours and hundreds of millions of tokens; until then "
-        "prompt lookup, which is free, beats it."
+        f"{minutes:g} minutes on a CPU show that the line works and that acceptance rises from the untrained 1.0, "
+        f"here to {tau:.3f} tokens a target pass; {beside}. A drafter that serves well needs GPU hours and hundreds of "
+        "millions of tokens."
     )

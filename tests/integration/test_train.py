@@ -274,8 +274,8 @@ def test_the_plan_names_what_train_would_do(root: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("family", ["qwen3_5", "gemma3", "llama", "qwen3_moe"])
 def test_the_plan_reads_every_family_without_its_weights(root: Path, tmp_path: Path, family: str):
-    from slipstream.target.model import load_target
     from slipstream.target.description import describe_target
+    from slipstream.target.model import load_target
     from support.tiny import save_tiny_target
 
     recipe = tiny_recipe(root, tmp_path / "run", target__path=save_tiny_target(tmp_path / "t", family))

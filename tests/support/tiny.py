@@ -1,7 +1,7 @@
 """Tiny targets of real architectures, with random weights and a small byte-level tokenizer, built offline in seconds.
 
-Every target has hidden size 64, eight layers (four would leave no room for five taps) and 320 embedding rows: 256 bytes,
-the specials below, and a few rows that the tokenizer never produces (so that a mask token can be found).
+Every target has hidden size 64, eight layers (four would leave no room for five taps) and 320 embedding rows: 256
+bytes, the specials below, and a few rows that the tokenizer never produces (so that a mask token can be found).
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ CHATML = (
 
 # As Qwen3's: reasoning is dropped from earlier turns, and with thinking off the generation prompt holds an empty block.
 THINKING = (
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}"
+    "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}"
     "{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
@@ -52,20 +54,20 @@ def tiny_config(family: str, **changes: Any) -> Any:
     """Return the transformers config of one tiny family. ``changes`` override its fields."""
     import transformers as tf
 
-    common: dict[str, Any] = dict(
-        vocab_size=VOCAB_ROWS,
-        hidden_size=HIDDEN,
-        intermediate_size=96,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        eos_token_id=257,
-        pad_token_id=258,
-        bos_token_id=None,
-        tie_word_embeddings=False,
-    )
+    common: dict[str, Any] = {
+        "vocab_size": VOCAB_ROWS,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 96,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "eos_token_id": 257,
+        "pad_token_id": 258,
+        "bos_token_id": None,
+        "tie_word_embeddings": False,
+    }
     extra: dict[str, dict[str, Any]] = {
         "qwen3": {},
         "llama": {"tie_word_embeddings": True, "attention_bias": True},

@@ -57,6 +57,8 @@ def decoded_acceptance(recipe: Recipe, target: Target, drafter: Path, prompts: l
         "decoded_acceptance_by_position": result["acceptance_by_position"],
         "lossless_responses": result["lossless"]["responses"],
         "lossless_equal": result["lossless"]["equal"],
+        "near_ties": result["near_ties"],
+        "target_dtype": target.info.dtype,
         "speedup": result["speedup"],
         "prompts": result["prompts"],
     }

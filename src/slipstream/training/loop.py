@@ -249,6 +249,13 @@ class Trainer:
         log.write("train", self.step, values)
         display.report(self.step, values)
 
+    @staticmethod
+    def _losslessness(values: dict[str, Any]) -> str:
+        """Say how greedy output compares with plain decoding: below float32 a near tie may fall either way."""
+        equal, responses, ties = (values[name] for name in ("lossless_equal", "lossless_responses", "near_ties"))
+        text = f"lossless on {equal} of {responses}"
+        return text if equal == responses else f"{text}, {ties} parted at a near tie in {values['target_dtype']}"
+
     def _evaluate(self, log: MetricsLog, display: TrainingDisplay) -> None:
         start, elapsed = time.monotonic(), self.elapsed()
         drafter = self.directory.checkpoints / f"step-{self.step}" / "drafter"
@@ -257,7 +264,7 @@ class Trainer:
         log.write("evaluation", self.step, values)
         display.say(
             f"step {self.step}: decoded acceptance {values['decoded_acceptance_length']:.3f} on {values['prompts']} "
-            f"held-out prompts, lossless on {values['lossless_equal']} of {values['lossless_responses']}"
+            f"held-out prompts; {self._losslessness(values)}"
         )
         pause = time.monotonic() - start
         self._began += pause
