@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,6 +50,8 @@ def _settings_help() -> str:
         for field_info in dataclasses.fields(cls):
             value = getattr(default, field_info.name)
             shown = "" if value in ("", None, (), {}) else f" (default {value})"
+            if isinstance(value, bool):
+                shown = f" true|false (default {str(value).lower()})"
             head = f"    --{section}.{field_info.name}{shown}"
             lines += [
                 head,
@@ -111,9 +115,19 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def _only(overrides: list[str], sections: tuple[str, ...], command: str) -> None:
+    """Refuse settings that ``command`` would ignore: a finished run's shape and training are what they were."""
+    for token in overrides:
+        section = token.removeprefix("--").split(".")[0]
+        if token.startswith("--") and "." in token and section not in sections:
+            known = ", ".join(f"[{name}]" for name in sections)
+            raise ConfigError(f"{token} has no effect on {command}, which takes settings of {known} only")
+
+
 def _evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     from slipstream.evaluation import evaluate_path
 
+    _only(overrides, ("run", "target", "data", "evaluation"), "evaluate")
     evaluate_path(
         Path(args.path),
         overrides,
@@ -128,6 +142,7 @@ def _evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
 def _export(args: argparse.Namespace, overrides: list[str]) -> int:
     from slipstream.export.zlab import export_run
 
+    _only(overrides, ("run", "target"), "export")
     export_run(Path(args.path), Path(args.to), overrides, dry_run=args.dry_run, console=_console())
     return 0
 
@@ -163,6 +178,10 @@ def _add(
     parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and stop")
     parser.set_defaults(handler=handler)
     return parser
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -272,6 +291,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Transformers and datasets must not reach for the network on local paths, nor talk over our progress display.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: what is half-written is removed on the way out
     try:
         parser = build_parser()
         if "--help" in arguments or "-h" in arguments:
@@ -282,9 +303,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, rest = parser.parse_known_args(arguments)
         if not hasattr(args, "handler"):
             parser.print_help()
-            return 2
-        if args.handler is _prepare and args.regenerate and not args.output:
-            raise ConfigError("--regenerate needs --output FILE for the new conversations")
+            raise ConfigError("no command given; start with `slipstream quickstart`")
+        if args.handler is _prepare:
+            if args.regenerate and not args.output:
+                raise ConfigError("--regenerate needs --output FILE for the new conversations")
+            if args.output and not args.regenerate:
+                raise ConfigError(
+                    f"--output {args.output} is for --regenerate; packed rows go to the cache by themselves"
+                )
+            if args.show < 0:
+                raise ConfigError(f"--show is {args.show}; give how many samples to print")
         return int(args.handler(args, rest))
     except SlipstreamError as error:
         print(f"slipstream: {error}", file=sys.stderr)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import Recipe
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, TargetError
 from slipstream.recipe import load_recipe
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from slipstream.records import EvalResult
-    from slipstream.target.model import Target
 
 
 def evaluation_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
@@ -30,22 +29,6 @@ def evaluation_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     if setting == "auto":
         setting = recipe.target.dtype if device.type == "cuda" else "float32"
     return resolve_dtype(setting, device)
-
-
-def heldout_prompts(recipe: Recipe, target: Target) -> list[list[int]]:
-    """Return the ids of ``data.heldout`` as a server prefills them. Raises ConfigError where there are none."""
-    from slipstream.data.conversations import read_conversations
-    from slipstream.data.render import Renderer
-
-    if not recipe.data.heldout:
-        raise ConfigError("data.heldout is empty; name a file of prompts that are not trained on")
-    renderer = Renderer(target.tokenizer, data=recipe.data, stop_ids=target.info.eos_ids)
-    conversations = read_conversations(
-        recipe.data.heldout,
-        prompt_completion=recipe.data.prompt_completion,
-        max_samples=recipe.evaluation.max_prompts,
-    )
-    return [renderer.prompt_ids(conversation) for conversation in conversations]
 
 
 def evaluate_path(
@@ -89,7 +72,8 @@ def evaluate_path(
     )
     if dry_run:
         return None
-    result = evaluate_drafter(recipe, directory, device=device, dtype=dtype, console=console)
+    trained_for = _trained_for(path) if is_run and drafter is None else None
+    result = evaluate_drafter(recipe, directory, device=device, dtype=dtype, trained_for=trained_for, console=console)
     print_result(result, console)
     if output is not None:
         _write(output, {**result.as_json(), "drafter": str(directory), **_circumstances(recipe, device)})
@@ -98,18 +82,36 @@ def evaluate_path(
 
 
 def evaluate_drafter(
-    recipe: Recipe, directory: Path, *, device: torch.device, dtype: torch.dtype, console: Console
+    recipe: Recipe,
+    directory: Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    trained_for: str | None = None,
+    console: Console,
 ) -> EvalResult:
-    """Load target and drafter and measure. The free baselines' tables are made of the recipe's training data."""
+    """Load target and drafter and measure. The free baselines' tables are made of the recipe's training data.
+
+    ``trained_for`` is the digest of the target that the drafter learned from, where it is known; another target is
+    refused with TargetError.
+    """
     from slipstream.data.pack import build_dataset
     from slipstream.decoding.acceptance import evaluate
     from slipstream.drafter.store import load_drafter
     from slipstream.target.model import load_target
+    from slipstream.training.heldout import read_prompts
 
+    if not recipe.data.heldout:
+        raise ConfigError("data.heldout is empty; name a file of prompts that are not trained on")
     draft_model, config = load_drafter(directory, device=device, dtype=dtype)
     target = load_target(recipe.target, device=device, dtype=dtype)
     try:
-        prompts = heldout_prompts(recipe, target)
+        if trained_for and trained_for != target.info.digest:
+            raise TargetError(
+                f"{directory} was trained for the target {trained_for[:12]}, and {recipe.target.path} is another "
+                f"({target.info.digest[:12]}); give the trained one, or a recipe with --drafter to compare on purpose"
+            )
+        prompts = read_prompts(recipe, target, recipe.evaluation.max_prompts)
         training: list[list[int]] = []
         if recipe.data.train:
             dataset = build_dataset(recipe.data, target.tokenizer, stop_ids=target.info.eos_ids)
@@ -211,6 +213,22 @@ def print_result(result: EvalResult, console: Console) -> None:
             markup=False,
             soft_wrap=True,
         )
+
+
+def _trained_for(run: Path) -> str | None:
+    """Return the digest of the target that a run was trained on; None for a run that does not tell."""
+    import json
+
+    try:
+        record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+        return str(record["identity"]["target.digest"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{run / 'run.json'} does not tell which target was trained on ({type(error).__name__}); "
+            "evaluate with a recipe and --drafter instead"
+        ) from None
 
 
 def _circumstances(recipe: Recipe, device: torch.device) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 def write_json(path: Path, payload: Any) -> None:
     """Write JSON atomically, indented, with a final newline. Raises OSError, or ValueError for nan and infinity."""
     write_atomically(path, json.dumps(payload, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def plain(value: Any) -> Any:
+    """Return the value as JSON would give it back (tuples become lists)."""
+    return json.loads(json.dumps(value))
 
 
 def package_versions() -> dict[str, str | None]:
@@ -140,11 +145,22 @@ def session_record(argv: Sequence[str], *, device: str) -> dict[str, Any]:
     }
 
 
-def start_record(argv: Sequence[str], *, seed: int, device: str, run_id: str | None = None) -> dict[str, Any]:
-    """Return the contents of a new run's ``run.json``: run id, seeds, and this session at the top."""
+def start_record(
+    argv: Sequence[str],
+    *,
+    seed: int,
+    device: str,
+    run_id: str | None = None,
+    identity: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the contents of a new run's ``run.json``: run id, seeds, this session at the top, and the identity.
+
+    ``identity``: target, tokenizer, data and drafter by name, as in the checkpoints; left out where there is none.
+    """
     return {
         "run_id": run_id or new_run_id(),
         "seeds": {"run": seed},
         **session_record(argv, device=device),
+        **({} if identity is None else {"identity": plain(identity)}),
         "resumed": [],
     }

@@ -80,7 +80,8 @@ def quickstart(overrides: Sequence[str] = (), *, dry_run: bool = False, console:
         console.print(f"\n[bold]{text}[/bold]  ({time.monotonic() - began:.0f} s)")
 
     console.print(
-        f"Training a drafter for {recipe.target.path} from scratch on {os.cpu_count()} CPU cores, into {directory}.",
+        f"Training a drafter for {recipe.target.path} from scratch ({recipe.run.device}, {os.cpu_count()} CPU cores), "
+        f"for {recipe.training.max_minutes:g} minutes, into {directory}.",
         markup=False,
         soft_wrap=True,
     )
@@ -97,7 +98,7 @@ def quickstart(overrides: Sequence[str] = (), *, dry_run: bool = False, console:
 
     headline("Done")
     assert result is not None
-    said = what_this_was(result.tau, result.baselines, recipe.training.max_minutes)
+    said = what_this_was(result.tau, result.baselines, recipe.training.max_minutes, recipe.run.device)
     console.print(said, markup=False, soft_wrap=True)
     console.print(
         "\nNext, for a model of your own:\n"
@@ -113,8 +114,8 @@ def quickstart(overrides: Sequence[str] = (), *, dry_run: bool = False, console:
     )
 
 
-def what_this_was(tau: float, baselines: dict[str, float], minutes: float) -> str:
-    """Return the honest sentence about what a few CPU minutes can and cannot give, with what was measured."""
+def what_this_was(tau: float, baselines: dict[str, float], minutes: float, device: str) -> str:
+    """Return the honest sentence about what a few minutes can and cannot give, with what was measured."""
     name, best = max(baselines.items(), key=lambda item: item[1])
     beside = (
         f"the free {name.replace('_', ' ')} reaches {best:.3f}, and this drafter does not pay off"
@@ -122,7 +123,7 @@ def what_this_was(tau: float, baselines: dict[str, float], minutes: float) -> st
         else f"it beats the best free baseline here ({name.replace('_', ' ')}, {best:.3f})"
     )
     return (
-        f"{minutes:g} minutes on a CPU show that the line works and that acceptance rises from the untrained 1.0, "
-        f"here to {tau:.3f} tokens a target pass; {beside}. A drafter that serves well needs GPU hours and hundreds of "
-        "millions of tokens."
+        f"{minutes:g} minutes of training ({device}) show that the line works and that acceptance rises from the "
+        f"untrained 1.0, here to {tau:.3f} tokens a target pass; {beside}. A drafter that serves well needs GPU hours "
+        "and hundreds of millions of tokens."
     )

@@ -80,11 +80,38 @@ def load_recipe(path: Path | str | None, overrides: Sequence[str] = ()) -> Recip
     return recipe
 
 
+def _spell_booleans(overrides: Sequence[str]) -> list[str]:
+    """Turn ``--section.key false`` (or ``=false``) of a yes-or-no setting into the flag that tyro takes."""
+    flags = {
+        f"{section}.{f.name}"
+        for section, cls in get_type_hints(Recipe).items()
+        for f in dataclasses.fields(cls)
+        if f.type == "bool"
+    }
+    out: list[str] = []
+    rest = list(overrides)
+    while rest:
+        token = rest.pop(0)
+        name, equals, value = token.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if not token.startswith("--") or name not in flags:
+            out.append(token)
+            continue
+        if not equals and rest and rest[0].lower() in ("true", "false"):
+            value = rest.pop(0)
+        section, key = name.split(".")
+        if value.lower() not in ("", "true", "false"):
+            raise ConfigError(f"--{name} is {value!r}; use true or false")
+        out.append(f"--{section}.no-{key}" if value.lower() == "false" else f"--{section}.{key}")
+    return out
+
+
 def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """Apply ``--section.key value`` arguments. Raises ConfigError with the nearest name for an unknown one."""
     import tyro
 
     known = known_keys()
+    overrides = _spell_booleans(overrides)
     for token in overrides:
         if not token.startswith("--"):
             continue
@@ -103,60 +130,75 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         raise ConfigError(f"bad override: {reason}") from None
 
 
+# Lowest and highest value of every number in a recipe, both allowed. Upper bounds are far above any use: they turn a
+# slip of the keyboard into a sentence instead of an allocation that cannot succeed.
+RANGES: dict[str, tuple[float, float]] = {
+    "run.seed": (0, 2**62),
+    "run.threads": (0, 4096),
+    "data.row_length": (2, 2**22),
+    "data.max_samples": (0, 2**40),
+    "regenerate.max_new_tokens": (1, 2**22),
+    "regenerate.temperature": (0, 1e3),
+    "regenerate.batch_size": (1, 2**16),
+    "drafter.layers": (1, 256),
+    "drafter.block_size": (2, 1024),
+    "drafter.mask_token_id": (-1, 2**31),
+    "drafter.heads": (0, 1024),
+    "drafter.kv_heads": (0, 1024),
+    "drafter.head_dim": (0, 4096),
+    "drafter.intermediate_size": (0, 2**20),
+    "drafter.rope_theta": (0, 1e12),
+    "drafter.sliding_window": (0, 2**22),
+    "drafter.init_std": (1e-9, 1e3),
+    "training.epochs": (0, 1e9),
+    "training.steps": (0, 2**40),
+    "training.max_minutes": (0, 1e7),
+    "training.rows": (1, 2**16),
+    "training.accumulation": (1, 2**16),
+    "training.anchors": (1, 2**22),
+    "training.draws_per_prefill": (1, 2**16),
+    "training.gamma": (0, 1e6),
+    "training.dpace_alpha": (0, 1),
+    "training.learning_rate": (1e-12, 1e3),
+    "training.min_lr_ratio": (0, 1),
+    "training.warmup_ratio": (0, 1),
+    "training.decay_ratio": (0, 1),
+    "training.weight_decay": (0, 1e3),
+    "training.beta1": (0, 1 - 1e-9),
+    "training.beta2": (0, 1 - 1e-9),
+    "training.clip_norm": (1e-12, 1e12),
+    "training.head_chunk": (0, 2**31),
+    "training.log_every": (1, 2**40),
+    "training.evaluate_every": (0, 2**40),
+    "training.evaluate_prompts": (0, 2**31),
+    "training.checkpoint_every": (0, 2**40),
+    "training.keep_checkpoints": (1, 2**31),
+    "evaluation.max_prompts": (0, 2**31),
+    "evaluation.max_new_tokens": (1, 2**22),
+    "evaluation.temperature": (0, 1e3),
+    "evaluation.batch_size": (1, 2**16),
+}
+
+
 def validate(recipe: Recipe) -> None:
     """Refuse values that no run can use. Raises ConfigError naming the setting, its value and the cure."""
-    t, d, e = recipe.training, recipe.drafter, recipe.evaluation
+    t, d = recipe.training, recipe.drafter
     if d.block_size < 2:
         raise ConfigError(
             f"drafter.block_size is {d.block_size}; a block is an anchor and at least one mask: use 2 or more"
         )
-    at_least_one = {
-        "drafter.layers": d.layers,
-        "data.row_length": recipe.data.row_length,
-        "training.rows": t.rows,
-        "training.accumulation": t.accumulation,
-        "training.anchors": t.anchors,
-        "training.draws_per_prefill": t.draws_per_prefill,
-        "training.log_every": t.log_every,
-        "training.keep_checkpoints": t.keep_checkpoints,
-        "evaluation.max_new_tokens": e.max_new_tokens,
-        "evaluation.batch_size": e.batch_size,
-        "regenerate.max_new_tokens": recipe.regenerate.max_new_tokens,
-        "regenerate.batch_size": recipe.regenerate.batch_size,
-    }
-    for name, value in at_least_one.items():
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; it must be at least 1")
-    for name, ratio in {
-        "training.min_lr_ratio": t.min_lr_ratio,
-        "training.warmup_ratio": t.warmup_ratio,
-        "training.decay_ratio": t.decay_ratio,
-    }.items():
-        if not 0 <= ratio <= 1:
-            raise ConfigError(f"{name} is {ratio}; it is a share between 0 and 1")
-    for name, number in {
-        "training.learning_rate": t.learning_rate,
-        "training.clip_norm": t.clip_norm,
-        "drafter.init_std": d.init_std,
-    }.items():
-        if not 0 < number < float("inf"):
-            raise ConfigError(f"{name} is {number}; it must be a positive number")
-    for name, number in {
-        "evaluation.temperature": e.temperature,
-        "regenerate.temperature": recipe.regenerate.temperature,
-        "training.gamma": t.gamma,
-        "training.max_minutes": t.max_minutes,
-        "training.weight_decay": t.weight_decay,
-    }.items():
-        if not 0 <= number < float("inf"):
-            raise ConfigError(f"{name} is {number}; it must be 0 or more")
+    for key, (low, high) in RANGES.items():
+        section, name = key.split(".")
+        value = getattr(getattr(recipe, section), name)
+        if not low <= value <= high:  # nan fails every comparison
+            raise ConfigError(f"{key} is {value}; it must be at least {low:g} and at most {high:.15g}")
     if t.steps == 0 and t.epochs <= 0 and t.max_minutes == 0:
         raise ConfigError(f"training.steps is 0 and training.epochs is {t.epochs}; set one of them above 0")
-    if t.steps < 0 or min(t.evaluate_every, t.checkpoint_every, recipe.data.max_samples, e.max_prompts) < 0:
-        raise ConfigError(
-            "training.steps, training.evaluate_every, training.checkpoint_every, data.max_samples and "
-            "evaluation.max_prompts: none may be negative"
-        )
+    if 0 < d.rope_theta <= 1:
+        raise ConfigError(f"drafter.rope_theta is {d.rope_theta}; give a base above 1, or 0 for the target's")
+    directory = recipe.run.directory
+    if not directory or "\0" in directory:
+        raise ConfigError(f"run.directory is {directory!r}; give the path of a directory")
     bad = [kind for kind in d.layer_types if kind not in ("full_attention", "sliding_attention")]
     if bad:
         raise ConfigError(f"drafter.layer_types holds {bad[0]!r}; use full_attention or sliding_attention")

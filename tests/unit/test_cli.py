@@ -38,7 +38,9 @@ def test_help_loads_no_torch() -> None:
 
 def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    assert "quickstart" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "quickstart" in shown.out
+    assert shown.err.startswith("slipstream: no command given")
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,10 @@ def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "r.toml", "--training.stepz", "3"], "Did you mean training.steps?"),
         (["prepare", "r.toml", "--regenerate"], "--output"),
         (["prepare", "r.toml"], "target.path is empty"),
+        (["prepare", "r.toml", "--output", "x.jsonl"], "--regenerate"),
+        (["prepare", "r.toml", "--show", "-1"], "--show is -1"),
+        (["evaluate", "run", "--drafter.block_size", "4"], "no effect on evaluate"),
+        (["export", "run", "--to", "x", "--training.steps=4"], "no effect on export"),
         (["train", "r.toml"], "target.path"),
         (["train", "r.toml", "--dry-run"], "target.path"),
         (["preflight", "r.toml"], "target.path"),

@@ -52,7 +52,7 @@ def test_an_earlier_run_is_renamed_and_keeps_everything(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("lookup", "says"), [(1.5, "prompt lookup reaches 1.500"), (1.1, "beats the best free")])
 def test_the_honest_sentence_names_what_was_measured(lookup: float, says: str) -> None:
-    text = what_this_was(1.1234, {"bigram": 1.05, "prompt_lookup": lookup}, 3.5)
+    text = what_this_was(1.1234, {"bigram": 1.05, "prompt_lookup": lookup}, 3.5, "cpu")
     assert "1.123" in text
     assert "3.5 minutes" in text
     assert says in text

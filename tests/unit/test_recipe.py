@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 from slipstream.config import DrafterSettings, Recipe, TrainingConfig, default_gamma
 from slipstream.errors import ConfigError
-from slipstream.recipe import known_keys, load_recipe, recipe_as_toml, recipe_from_dict
+from slipstream.recipe import RANGES, known_keys, load_recipe, recipe_as_toml, recipe_from_dict, validate
 
 
 def write(path: Path, text: str) -> Path:
@@ -70,7 +72,7 @@ def test_a_missing_recipe_is_named() -> None:
         (["--training.steps"], "Missing argument"),
         (["stray"], "stray"),
         (["--steps", "3"], "Did you mean training.steps?"),
-        (["--training.steps", "-4"], "negative"),
+        (["--training.steps", "-4"], "training.steps is -4"),
     ],
 )
 def test_a_bad_override_is_one_line(arguments: list[str], says: str) -> None:
@@ -86,6 +88,38 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
     assert recipe.training.steps == 7
     assert recipe.training.preflight is False
     assert recipe.data.train == ("x", "y")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        (["--training.preflight", "false"], False),
+        (["--training.preflight=False"], False),
+        (["--training.no-preflight"], False),
+        (["--training.preflight", "true"], True),
+        (["--training.preflight"], True),
+        (["--training.preflight", "--training.steps", "3"], True),
+    ],
+)
+def test_yes_or_no_settings_take_words_and_flags(arguments: list[str], value: bool) -> None:
+    assert load_recipe(None, arguments).training.preflight is value
+
+
+def test_every_number_has_a_range() -> None:
+    numbers = set()
+    for section, cls in get_type_hints(Recipe).items():
+        numbers |= {f"{section}.{f.name}" for f in dataclasses.fields(cls) if f.type in ("int", "float")}
+    assert numbers == set(RANGES)
+    validate(Recipe())
+
+
+@pytest.mark.parametrize("key", sorted(RANGES))
+@pytest.mark.parametrize("value", ["-7", "nan", "inf", "99999999999999999999999999"])
+def test_impossible_numbers_are_refused_by_name(key: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(None, [f"--{key}={value}"])
+    assert key in str(caught.value).replace("-", "_")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_written_recipe_reads_back_equal(tmp_path: Path) -> None:

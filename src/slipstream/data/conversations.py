@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.data.reason import one_line
 from slipstream.data.rows import parse_row, without_nulls
 from slipstream.errors import DataError
 from slipstream.records import Conversation
@@ -129,8 +130,13 @@ def _decode(line: bytes, origin: str) -> Any:
             f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} of the array, column {error.colno}"
         )
         raise DataError(f"{origin}: malformed JSON ({error.msg}, {where}); mend or delete the line") from None
-    except RecursionError:
-        raise DataError(f"{origin}: malformed JSON (nested too deeply); mend or delete the line") from None
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{origin}: malformed JSON ({_beyond(error)}); mend or delete the line") from None
+
+
+def _beyond(error: Exception) -> str:
+    """Say what JSON Python refuses to hold: deep nesting, and whole numbers of thousands of digits."""
+    return "nested too deeply" if isinstance(error, RecursionError) else one_line(error).partition(";")[0]
 
 
 def _array_rows(path: Path, text: bytes) -> Iterator[tuple[str, Any]]:
@@ -142,6 +148,8 @@ def _array_rows(path: Path, text: bytes) -> Iterator[tuple[str, Any]]:
         raise DataError(
             f"{path}:{error.lineno}: malformed JSON ({error.msg}, column {error.colno}); mend the file"
         ) from None
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{path}: malformed JSON ({_beyond(error)}); mend the file") from None
     for number, row in enumerate(rows, start=1):
         yield f"{path}: row {number}", row
 
@@ -158,8 +166,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
                     number += 1
                     yield f"{path}: row {number}", without_nulls(row)
     except (pyarrow.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"{path} is not a readable Parquet file after row {number} ({reason}); copy it again") from None
+        raise DataError(
+            f"{path} is not a readable Parquet file after row {number} ({one_line(error)}); copy it again"
+        ) from None
 
 
 def _dataset(source: str) -> Any:
@@ -174,7 +183,7 @@ def _dataset(source: str) -> Any:
     try:
         found = datasets.load_from_disk(name) if saved else datasets.load_dataset(name)
     except Exception as error:  # the library raises many kinds; each means that this source cannot be read
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = one_line(error)
         if path is None:
             raise DataError(
                 f"{source} is neither a file or directory here nor a data set that loads: {reason}"

@@ -19,6 +19,7 @@ import json
 from dataclasses import fields
 from typing import Any, NoReturn
 
+from slipstream.data.reason import one_line
 from slipstream.errors import DataError
 from slipstream.records import ROLES, Conversation, Message
 
@@ -239,8 +240,8 @@ def _json(value: Any, where: str, origin: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError as error:
-        _refuse(origin, f"{where} is a string that is not JSON ({error}): {_brief(value)}")
+    except (ValueError, RecursionError) as error:
+        _refuse(origin, f"{where} is a string that is not JSON ({one_line(error)}): {_brief(value)}")
 
 
 def _brief(value: Any) -> str:

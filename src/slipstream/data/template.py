@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.config import DataConfig
+from slipstream.data.reason import one_line
 from slipstream.data.rows import CutConversation
 from slipstream.errors import DataError
 from slipstream.records import Conversation, Message
@@ -108,8 +109,6 @@ class ChatTemplate:
             raise DataError(
                 f"{conversation.origin}: the first message is an answer to nothing; delete it or add a user message"
             )
-        import jinja2
-
         values = {**self.kwargs, **({"enable_thinking": thinks} if self.has_thinking else {})}
         try:
             text = self.tokenizer.apply_chat_template(
@@ -120,9 +119,10 @@ class ChatTemplate:
                 **values,
             )
             text.encode("utf-8")
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise DataError(f"{conversation.origin}: the chat template refuses the conversation: {reason}") from error
+        except Exception as error:  # a template is a program: it may fail as any program does
+            raise DataError(
+                f"{conversation.origin}: the chat template refuses the conversation: {one_line(error)}"
+            ) from error
         return str(text)
 
 

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.decoding.baselines import baseline_taus
-from slipstream.decoding.plain import decode_plain, on_device
+from slipstream.decoding.plain import decode_plain
 from slipstream.decoding.prefill import DecoderCall, prefill
 from slipstream.decoding.proposer import DrafterProposer, Proposer, resolve_block_size
 from slipstream.decoding.responses import Decoded, Progress
 from slipstream.decoding.speculative import decode_speculative
 from slipstream.errors import DecodingError
 from slipstream.records import EvalResult, Generation
+from slipstream.target.kernels import on_device
 
 if TYPE_CHECKING:
     from slipstream.config import EvaluationConfig

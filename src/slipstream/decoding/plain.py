@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +14,7 @@ from slipstream.decoding.responses import Decoded, Progress, Response, batches, 
 from slipstream.decoding.sampling import check_temperature, choose, uniforms
 from slipstream.errors import DecodingError
 from slipstream.records import Generation
+from slipstream.target.kernels import on_device
 
 if TYPE_CHECKING:
     from slipstream.target.model import Target
@@ -155,11 +155,6 @@ def check_finite(response: Response, finite: bool) -> None:
             f"the target's logits are not finite for prompt {response.index} after {len(response.output)} tokens; "
             "load the target in bfloat16 or float32"
         )
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which ``device`` is current: Triton launches on the current device, not the tensor's."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class Clock:

@@ -27,7 +27,6 @@ from slipstream.decoding.plain import (
     decode_plain,
     draw_noise,
     generate_plain,
-    on_device,
 )
 from slipstream.decoding.prefill import DecoderCall, prefill
 from slipstream.decoding.proposer import DrafterProposer, Proposer, resolve_block_size
@@ -36,6 +35,7 @@ from slipstream.decoding.rollback import TargetState
 from slipstream.decoding.sampling import check_temperature, choose
 from slipstream.records import Generation
 from slipstream.target.features import tap_layers
+from slipstream.target.kernels import on_device
 
 if TYPE_CHECKING:
     from slipstream.drafter.config import DrafterConfig

@@ -7,7 +7,17 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from slipstream.config import DrafterSettings
-from slipstream.drafter.schema import FULL, SLIDING, either, integer, refuse_other_networks, required, rope_theta
+from slipstream.drafter.schema import (
+    FULL,
+    SLIDING,
+    either,
+    integer,
+    number,
+    refuse_other_networks,
+    required,
+    rope_theta,
+    section,
+)
 from slipstream.errors import DrafterError
 
 
@@ -174,9 +184,7 @@ class DrafterConfig:
         Raises DrafterError where a value is missing, given twice and different, or asks for another network: a guess
         would load cleanly and accept nothing.
         """
-        nested = tree.get("dflash_config") or {}
-        if not isinstance(nested, dict):
-            raise DrafterError(f"dflash_config is {nested!r}; it must be an object")
+        nested = section(tree, "dflash_config")
         refuse_other_networks(tree, nested)
         layers = integer(tree, "num_hidden_layers")
         types = tree.get("layer_types")
@@ -184,7 +192,7 @@ class DrafterConfig:
             if tree.get("use_sliding_window"):
                 raise DrafterError("config has use_sliding_window but no layer_types; add a layer type for each layer")
             types = [FULL] * layers
-        window = tree.get("sliding_window") if SLIDING in types else 0
+        window = integer(tree, "sliding_window") if SLIDING in types and tree.get("sliding_window") is not None else 0
         return cls(
             layers=layers,
             block_size=either(nested, tree, "block_size"),
@@ -197,11 +205,11 @@ class DrafterConfig:
             kv_heads=integer(tree, "num_key_value_heads"),
             head_dim=integer(tree, "head_dim"),
             vocab_size=integer(tree, "vocab_size"),
-            rms_norm_eps=float(required(tree, "rms_norm_eps")),
+            rms_norm_eps=number(required(tree, "rms_norm_eps"), "rms_norm_eps"),
             rope_theta=rope_theta(tree),
             max_position_embeddings=integer(tree, "max_position_embeddings"),
             layer_types=tuple(types),
-            sliding_window=window or 0,
+            sliding_window=window,
             attention_bias=bool(tree.get("attention_bias", False)),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from slipstream.errors import DrafterError
@@ -45,6 +46,21 @@ def integer(tree: dict[str, Any], key: str) -> int:
     return value
 
 
+def number(value: Any, key: str) -> float:
+    """Return a finite number. Raises DrafterError."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise DrafterError(f"config's {key} is {value!r}; it must be a number")
+    return float(value)
+
+
+def section(tree: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return an object that may be absent. Raises DrafterError for anything else under its name."""
+    value = tree.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise DrafterError(f"config's {key} is {value!r}; it must be an object")
+    return value or {}
+
+
 def either(nested: dict[str, Any], tree: dict[str, Any], key: str) -> Any:
     """Return a value that may stand inside ``dflash_config``, at the top, or in both (equal)."""
     inner, outer = nested.get(key), tree.get(key)
@@ -60,8 +76,7 @@ def either(nested: dict[str, Any], tree: dict[str, Any], key: str) -> Any:
 
 def rope_theta(tree: dict[str, Any]) -> float:
     """Return the rotary base of either dialect. Scaled, partial or multi-dimensional rotary is refused."""
-    parameters = tree.get("rope_parameters") or {}
-    scaling = tree.get("rope_scaling") or {}
+    parameters, scaling = section(tree, "rope_parameters"), section(tree, "rope_scaling")
     for name, body in (("rope_parameters", parameters), ("rope_scaling", scaling)):
         kind = body.get("rope_type", body.get("type", "default"))
         extra = sorted(set(body) - {"rope_type", "type", "rope_theta"})
@@ -70,7 +85,7 @@ def rope_theta(tree: dict[str, Any]) -> float:
     if tree.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise DrafterError(f"config's partial_rotary_factor is {tree['partial_rotary_factor']}; it must be 1")
     bodies = (tree, parameters, scaling)
-    given = {float(body["rope_theta"]) for body in bodies if body.get("rope_theta") is not None}
+    given = {number(body["rope_theta"], "rope_theta") for body in bodies if body.get("rope_theta") is not None}
     if len(given) > 1:
         raise DrafterError(f"config gives different rope_theta: {sorted(given)}; make them equal")
     if not given:
@@ -80,6 +95,9 @@ def rope_theta(tree: dict[str, Any]) -> float:
 
 def refuse_other_networks(tree: dict[str, Any], nested: dict[str, Any]) -> None:
     """Raise DrafterError for a key that changes the network or its masks."""
+    types = tree.get("layer_types")
+    if types is not None and not isinstance(types, list):
+        raise DrafterError(f"config's layer_types is {types!r}; it must be a list, one for each layer")
     for key in sorted(set(nested) - _OWN_NESTED - set(_NEUTRAL)):
         raise DrafterError(
             f"dflash_config has {key} = {nested[key]!r}, which this network does not know; remove it if it is unused"
@@ -88,8 +106,8 @@ def refuse_other_networks(tree: dict[str, Any], nested: dict[str, Any]) -> None:
         for body in (tree, nested):
             if body.get(key) not in neutral:
                 raise DrafterError(f"config has {key} = {body[key]!r}: a variant of DFlash that is not this network")
-    sliding = SLIDING in (tree.get("layer_types") or ())
-    full = FULL in (tree.get("layer_types") or (FULL,))
+    sliding = SLIDING in (types or ())
+    full = FULL in (types or (FULL,))
     for key, value in (("is_causal", tree.get("is_causal")), ("dflash_config.causal", nested.get("causal"))):
         if (value is True and full) or (value is False and sliding):
             raise DrafterError(

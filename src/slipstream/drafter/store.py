@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream.data.reason import one_line
 from slipstream.drafter.config import DrafterConfig
 from slipstream.errors import DrafterError
 
@@ -137,8 +138,8 @@ def read_config(directory: Path | str) -> DrafterConfig:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DrafterError(f"{path} does not exist; give a drafter directory ({CONFIG_FILE}, {WEIGHTS_FILE})") from None
-    except (OSError, ValueError) as error:
-        raise DrafterError(f"{path} cannot be read: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DrafterError(f"{path} cannot be read: {one_line(error)}; copy the drafter again") from None
     if not isinstance(tree, dict):
         raise DrafterError(f"{path} is not a JSON object; give a drafter directory")
     try:
@@ -163,8 +164,10 @@ def _read_weights(directory: Path) -> dict[str, Tensor]:
     except FileNotFoundError as error:
         name = Path(str(error.filename or WEIGHTS_FILE)).name
         raise DrafterError(f"{directory} has no {name}; give a whole drafter directory") from None
-    except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
-        raise DrafterError(f"weights of {directory} cannot be read: {error}; copy the drafter again") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError) as error:
+        raise DrafterError(
+            f"weights of {directory} cannot be read: {one_line(error)}; copy the drafter again"
+        ) from None
     return state
 
 

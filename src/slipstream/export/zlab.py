@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.data.reason import one_line
 from slipstream.errors import ExportError, SlipstreamError
+from slipstream.export.card import measured_tau, model_card
 from slipstream.export.serving import ServeCommands, engine_notes, serve_commands
 
 if TYPE_CHECKING:
@@ -134,6 +136,7 @@ def export_drafter(
     """
     import torch
 
+    from slipstream.data.pack import tokenizer_digest
     from slipstream.drafter.store import save_drafter
     from slipstream.export.proof import prove, read_config
     from slipstream.provenance import sync_directory, write_atomically, write_json
@@ -146,6 +149,12 @@ def export_drafter(
             f"the drafter was trained for target {facts.get('target') or ''} ({trained_for[:12]}), "
             f"{target.info.name} is another "
             f"({target.info.digest[:12]}); give the trained one with --target.path"
+        )
+    trained_with = facts.get("tokenizer_digest")
+    if trained_with and trained_with != (now := tokenizer_digest(target.tokenizer)):
+        raise ExportError(
+            f"the drafter was trained with another tokenizer or chat template ({trained_with[:12]}) than that of "
+            f"target {target.info.name} ({now[:12]}); give the trained one with --target.path"
         )
     stored = dtype or (torch.float16 if target.dtype == torch.float16 else torch.bfloat16)
     state = {name: tensor.detach().cpu() for name, tensor in draft_model.state_dict().items()}
@@ -166,6 +175,10 @@ def export_drafter(
         commands = serve_commands(written, target=served, drafter=str(directory))
         scale = _embedding_is_scaled(target)
         notes = tuple(engine_notes(written, scaled_embedding=scale, hybrid=target.info.is_hybrid))
+        if "evaluation" in facts and measured_tau(facts["evaluation"]) is None:
+            notes += (
+                "evaluation.json has no number tau, so none is given: measure again with slipstream evaluate RUN",
+            )
         card = model_card(written, proof=proof, commands=commands, notes=notes, facts=facts, target=target)
         write_atomically(aside / "README.md", card)
         _sync_files(aside)
@@ -211,21 +224,32 @@ def drafter_of_run(run_dir: Path) -> Path:
 
 
 def run_facts(run_dir: Path, source: Path) -> dict[str, Any]:
-    """Return what the run's files say: the target's digest, data key, step, run id, and evaluation.json's figures."""
+    """Return what the run's files say: digests of target and tokenizer, data key, step, run id, evaluation.json.
+
+    The identity is the checkpoint's; that of run.json where checkpoints/ was removed. Raises ExportError.
+    """
     from slipstream.training.checkpoint import complete_checkpoints
 
     facts: dict[str, Any] = {}
     run = _read_json(run_dir / "run.json")
-    identity: Mapping[str, Any] = {}
+    identity, told_by = run.get("identity"), run_dir / "run.json"
     checkpoints = complete_checkpoints(run_dir / "checkpoints")
     inside = [c for c in checkpoints if c in source.parents]
     if inside or checkpoints:
-        state = _read_json((inside or checkpoints)[-1] / "state.json")
+        path = (inside or checkpoints)[-1] / "state.json"
+        state = _read_json(path)
         facts["step"] = state.get("step")
-        identity = state.get("identity") or {}
+        if state.get("identity"):
+            identity, told_by = state["identity"], path
+    if not isinstance(identity, dict):
+        identity = {}
     facts["run_id"] = run.get("run_id")
-    facts["target_digest"] = identity.get("target.digest")
-    facts["data_key"] = identity.get("data.key")
+    for fact, name in (
+        ("target_digest", "target.digest"), ("tokenizer_digest", "tokenizer.digest"), ("data_key", "data.key")
+    ):  # fmt: skip
+        facts[fact] = identity.get(name)
+        if not isinstance(facts[fact], str | None):
+            raise ExportError(f"{told_by}: {name} is {facts[fact]!r}, not a digest; restore the file")
     evaluation = _read_json(run_dir / "evaluation.json")
     if evaluation:
         facts["evaluation"] = evaluation
@@ -238,47 +262,9 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise ExportError(f"{path} cannot be read: {error}; mend or remove it") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ExportError(f"{path} cannot be read: {one_line(error)}; mend or remove it") from None
     return value if isinstance(value, dict) else {}
-
-
-def model_card(
-    config: Mapping[str, Any],
-    *,
-    proof: Proof,
-    commands: ServeCommands,
-    notes: Sequence[str],
-    facts: Mapping[str, Any],
-    target: Target,
-) -> str:
-    """Return README.md: what the drafter is for, what was measured and proven, and how to serve it."""
-    nested = config["dflash_config"]
-    rows = [
-        ("target", facts.get("target") or target.info.name),
-        ("target digest", target.info.digest),
-        ("training data key", facts.get("data_key") or "not recorded"),
-        ("run", f"{facts.get('run_id', 'not recorded')}, step {facts.get('step', 'not recorded')}"),
-        ("block size", f"{config['block_size']} (an anchor and {config['block_size'] - 1} drafts)"),
-        ("target layers read", f"{nested['target_layer_ids']} (0-based outputs; vLLM counts them from 1)"),
-        ("mask token", nested["mask_token_id"]),
-        ("parameters", f"{proof.parameters:,} in {proof.dtype}; embedding and head are the target's"),
-    ]
-    evaluation = facts.get("evaluation")
-    if evaluation:
-        shown = f"{evaluation['tau']:.3f} tokens for each target pass, bonus token included"
-        setting = f"{evaluation.get('prompts')} prompts, temperature {evaluation.get('temperature')}"
-        rows.append(("acceptance length", f"{shown} ({setting}, block size {evaluation.get('block_size')})"))
-    else:
-        rows.append(("acceptance length", "not measured yet: slipstream evaluate RUN"))
-    lines = ["# DFlash drafter", "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
-    lines += ["## Serve", "", "```sh", commands.vllm, "", commands.sglang, "```", ""]
-    lines += [f"- {note}" for note in notes]
-    lines += [
-        "",
-        f"Read back from these files before they were published: {proof.tensors} tensors, and logits equal to the bit.",
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def proof_ids(target: Target) -> list[int]:
@@ -299,7 +285,15 @@ def _embedding_is_scaled(target: Target) -> bool:
 
 
 def _refuse_existing(directory: Path) -> None:
-    if directory.exists() or directory.is_symlink():
+    try:
+        os.lstat(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:  # too long, a NUL, not encodable, a directory that may not be searched
+        reason = getattr(error, "strerror", None) or one_line(error)
+        shown = ascii(str(directory)) if len(str(directory)) <= 100 else ascii(str(directory)[:97]) + "..."
+        raise ExportError(f"{shown} cannot be written ({reason}); give another name with --to") from None
+    else:
         raise ExportError(
             f"{directory} exists and is not overwritten; give another name with --to, or remove it yourself"
         )

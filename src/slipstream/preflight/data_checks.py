@@ -27,9 +27,9 @@ def render_parity(subject: Subject) -> str:
     kept = _kept_documents(subject)
     turns = found = 0
     samples: list[RenderedSample] = []
-    for conversation in read_conversations(
-        data.train, prompt_completion=data.prompt_completion, max_samples=CONVERSATIONS
-    ):
+    # What lies past data.max_samples was not packed, and is not looked for.
+    most = min(CONVERSATIONS, data.max_samples or CONVERSATIONS)
+    for conversation in read_conversations(data.train, prompt_completion=data.prompt_completion, max_samples=most):
         rendered = renderer.render(conversation)
         samples += rendered
         if conversation.kind == "raw":

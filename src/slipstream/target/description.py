@@ -7,10 +7,12 @@ from typing import Any
 import torch
 
 from slipstream.config import TargetConfig
+from slipstream.data.reason import one_line
+from slipstream.errors import TargetError
 from slipstream.target.digest import directory_digest
 from slipstream.target.families import locate_decoder
-from slipstream.target.model import TargetInfo, describe
-from slipstream.target.quiet import quiet_loading
+from slipstream.target.model import TargetInfo, check_tokenizer, describe
+from slipstream.target.quiet import LOAD_ERRORS, quiet_loading
 from slipstream.target.source import local_directory, read_config, read_tokenizer
 
 
@@ -19,6 +21,11 @@ def describe_target(settings: TargetConfig) -> tuple[TargetInfo, Any, int]:
 
     Raises TargetError as ``load_target`` would before it reads weights. Thread-safe.
     """
+    with quiet_loading():
+        return _describe(settings)
+
+
+def _describe(settings: TargetConfig) -> tuple[TargetInfo, Any, int]:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
     directory = local_directory(settings)
@@ -27,9 +34,15 @@ def describe_target(settings: TargetConfig) -> tuple[TargetInfo, Any, int]:
     loader: Any = AutoModelForCausalLM
     if type(config) not in loader._model_mapping and type(config) in AutoModelForImageTextToText._model_mapping:
         loader = AutoModelForImageTextToText
-    with quiet_loading(), torch.device("meta"):
-        model = loader.from_config(config, trust_remote_code=settings.trust_remote_code)
-    if (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory)
+    try:
+        with quiet_loading(), torch.device("meta"):
+            model = loader.from_config(config, trust_remote_code=settings.trust_remote_code)
+            if (directory / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(directory)
+    except LOAD_ERRORS as error:
+        raise TargetError(
+            f"target {settings.path} cannot be loaded as a causal language model: {one_line(error)}"
+        ) from error
     info = describe(model, tokenizer, locate_decoder(model), settings.path, directory_digest(directory))
+    check_tokenizer(info, tokenizer)
     return info, tokenizer, sum(p.numel() for p in model.parameters())

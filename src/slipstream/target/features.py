@@ -20,9 +20,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from slipstream.data.reason import one_line
 from slipstream.errors import TargetError
 from slipstream.records import FeatureBatch, PackedBatch
 from slipstream.target.families import has_chunks, text_config
+from slipstream.target.kernels import on_device
 from slipstream.target.layout import DocumentLayout, document_layout, padded_groups
 from slipstream.target.model import Target, tokenizer_entries
 
@@ -181,7 +183,7 @@ class FeatureReader:
 
     def _forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """Run the decoder on ``[rows, tokens]`` up to the last tapped layer and return ``[rows, tokens, K*H]``."""
-        with tap_layers(self.target, self.layer_ids, stop=True) as taps:
+        with on_device(self.target.device), tap_layers(self.target, self.layer_ids, stop=True) as taps:
             self.target.parts.decoder(input_ids=ids, position_ids=positions, use_cache=False)
         features = taps.features()
         expected = (*ids.shape, len(self.layer_ids) * self.target.info.hidden_size)
@@ -230,7 +232,7 @@ class FeatureReader:
             packed = self._forward(first.ids, first.positions)
             other = None if exact else self._forward(second.ids, second.positions)
         except (ValueError, TypeError, NotImplementedError) as error:
-            return f"it refuses packed rows: {error}"
+            return f"it refuses packed rows: {one_line(error)}"
         parity, leak = [], [torch.zeros(1)]
         for document in layout.documents:
             place = (document.row, slice(document.start, document.end))

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.data.cache import cache_directory
+from slipstream.data.reason import one_line
 from slipstream.errors import TargetError
 from slipstream.target.digest import CONVERSION, file_digest
-from slipstream.target.quiet import LOAD_ERRORS, first_line, quiet_loading
+from slipstream.target.quiet import LOAD_ERRORS, quiet_loading
 
 SMOLLM2 = "smollm2"
 _LAYOUT = 1  # raise when the conversion's output changes, so that older conversions are not reused
@@ -57,7 +58,6 @@ def converted_directory(path: Path) -> Path:
     final = parent / f"gguf-v{_LAYOUT}-{file_digest(path)[:24]}"
     if (final / "config.json").is_file():
         return final
-    print(f"converting {path.name} to safetensors, once: {final}", file=sys.stderr)
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=parent, prefix=".partial-") as partial:
@@ -70,7 +70,7 @@ def converted_directory(path: Path) -> Path:
                 if not (final / "config.json").is_file():
                     raise
     except OSError as error:
-        raise TargetError(f"cannot convert {path} into {parent}: {first_line(error)}") from error
+        raise TargetError(f"cannot convert {path} into {parent}: {one_line(error)}") from error
     return final
 
 
@@ -80,6 +80,8 @@ def _convert(path: Path, directory: Path) -> None:
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    entries, specials = _vocabulary(path)
+    print(f"converting {path.name} to safetensors, once: {directory.parent.parent}", file=sys.stderr)
     options: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     # Newer versions can keep a GGUF's weights packed in their blocks; such a model cannot be saved.
     unpacked = {}
@@ -92,7 +94,7 @@ def _convert(path: Path, directory: Path) -> None:
                 path.parent, dtype=torch.bfloat16, output_loading_info=True, **options, **unpacked
             )
         except LOAD_ERRORS as error:
-            raise TargetError(f"transformers cannot read {path}: {first_line(error)}") from error
+            raise TargetError(f"transformers cannot read {path}: {one_line(error)}") from error
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
@@ -103,7 +105,6 @@ def _convert(path: Path, directory: Path) -> None:
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    entries, specials = _vocabulary(path)
     for role, (token_id, _) in specials.items():
         setattr(model.config, f"{role}_token_id", token_id)
         setattr(model.generation_config, f"{role}_token_id", token_id)
@@ -119,7 +120,10 @@ def _vocabulary(path: Path) -> tuple[int, dict[str, tuple[int, str]]]:
     """Return how many tokens the GGUF has, and id and text of those that it names bos, eos, pad and unk."""
     from gguf import GGUFReader
 
-    fields = GGUFReader(path).fields
+    try:
+        fields = GGUFReader(path).fields
+    except LOAD_ERRORS as error:
+        raise TargetError(f"{path} cannot be read as GGUF: {one_line(error)}; fetch it again") from error
     if "tokenizer.ggml.tokens" not in fields:
         raise TargetError(f"{path} holds no tokens; a GGUF with its tokenizer is needed")
     tokens = fields["tokenizer.ggml.tokens"]

@@ -116,10 +116,11 @@ def load_target(config: TargetConfig, *, device: torch.device, dtype: torch.dtyp
     Thread-safe: loads are serialised. Raises TargetError for whatever cannot be a target: a missing path, no causal
     language model, missing or misshapen weights, no tokenizer, features that depend on later tokens.
     """
-    directory = local_directory(config)
-    model_config = read_config(directory, config)
-    tokenizer = read_tokenizer(directory, config)
-    model = read_model(directory, config, model_config, device, dtype or resolve_dtype(config.dtype, device))
+    with quiet_loading():
+        directory = local_directory(config)
+        model_config = read_config(directory, config)
+        tokenizer = read_tokenizer(directory, config)
+        model = read_model(directory, config, model_config, device, dtype or resolve_dtype(config.dtype, device))
     return Target(model, tokenizer, name=config.path, digest=directory_digest(directory))
 
 
@@ -151,7 +152,7 @@ def describe(model: Any, tokenizer: Any, parts: DecoderParts, name: str, digest:
         rms_norm_eps=next((float(value) for value in eps if value is not None), 1e-6),
         max_positions=int(getattr(config, "max_position_embeddings", None) or 0),
         tied=head is embedding or (not head.is_meta and head.data_ptr() == embedding.data_ptr()),
-        eos_ids=_eos_ids(model, config, tokenizer, int(embedding.shape[0])),
+        eos_ids=_eos_ids(name, model, config, tokenizer, int(embedding.shape[0])),
         pad_id=None if pad is None else int(pad),
         dtype=str(embedding.dtype).removeprefix("torch."),
         digest=digest,
@@ -159,17 +160,22 @@ def describe(model: Any, tokenizer: Any, parts: DecoderParts, name: str, digest:
     )
 
 
-def _eos_ids(model: Any, config: Any, tokenizer: Any, vocab_rows: int) -> tuple[int, ...]:
+def _eos_ids(name: str, model: Any, config: Any, tokenizer: Any, vocab_rows: int) -> tuple[int, ...]:
     """Return every id that ends a generation, sorted; ids without an embedding row are left out."""
     found: set[int] = set()
     generation = getattr(model, "generation_config", None)
-    for value in (
-        getattr(generation, "eos_token_id", None),
-        getattr(config, "eos_token_id", None),
-        tokenizer.eos_token_id,
+    for source, value in (
+        ("generation_config.json", getattr(generation, "eos_token_id", None)),
+        ("config.json", getattr(config, "eos_token_id", None)),
+        ("tokenizer", tokenizer.eos_token_id),
     ):
-        if value is not None:
-            found.update(int(i) for i in (value if isinstance(value, (list, tuple)) else [value]))
+        ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+            raise TargetError(
+                f"target {name}: in its {source}, eos_token_id is {str(value)[:80]!r}; make it a whole number or "
+                "a list of them"
+            )
+        found.update(ids)
     return tuple(sorted(i for i in found if 0 <= i < vocab_rows))
 
 
@@ -183,18 +189,24 @@ def _check_fit(target: Target) -> None:
         )
     if getattr(head, "bias", None) is not None:
         raise TargetError(f"target {info.name}: its head has a bias, which the drafter's loss would ignore")
-    entries = tokenizer_entries(target.tokenizer)
-    if entries == 0 or entries > info.vocab_rows:
-        raise TargetError(
-            f"target {info.name}: its tokenizer has {entries} ids for {info.vocab_rows} embedding rows; "
-            "it is not this model's tokenizer"
-        )
+    entries = check_tokenizer(info, target.tokenizer)
     change = _change_from_later_tokens(target, entries)
     if not change <= (1e-4 if target.dtype == torch.float32 else 2e-2):
         raise TargetError(
             f"target {info.name} is not causal: earlier states change by {change:.2g} of their size when later tokens "
             "change; give a decoder-only model"
         )
+
+
+def check_tokenizer(info: TargetInfo, tokenizer: Any) -> int:
+    """Return the tokenizer's entries. Raises TargetError where it has none, or more than the embedding has rows."""
+    entries = tokenizer_entries(tokenizer)
+    if entries == 0 or entries > info.vocab_rows:
+        raise TargetError(
+            f"target {info.name}: its tokenizer has {entries} ids for {info.vocab_rows} embedding rows; "
+            "it is not this model's tokenizer"
+        )
+    return entries
 
 
 def tokenizer_entries(tokenizer: Any) -> int:

@@ -23,34 +23,48 @@ _ADVICE = (
 )
 
 
-class _WithoutAdvice(logging.Filter):
+class _HoldBack(logging.Filter):
+    """Keeps this thread's records until it is known whether the load succeeds; drops advice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[logging.LogRecord] = []
+        self._thread = threading.get_ident()
+
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
-        return not any(text in message for text in _ADVICE)
+        if any(text in message for text in _ADVICE):
+            return False
+        if record.thread == self._thread:
+            self.held.append(record)
+        return record.thread != self._thread
 
 
 @contextlib.contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Load under this: no bars, no advice, one thread at a time. Other warnings still reach the log. Thread-safe."""
+    """Load under this: no bars, no advice, one thread at a time. Thread-safe; may be nested.
+
+    Other warnings reach the log at the end of a load that succeeds. One that fails raises, and the error says in one
+    line what is wrong.
+    """
     from transformers.utils import logging as hf_logging
 
     with _LOADING:
         shown = hf_logging.is_progress_bar_enabled()
-        handlers = list(logging.getLogger("transformers").handlers)
-        keep = _WithoutAdvice()
+        filters = [(handler, _HoldBack()) for handler in logging.getLogger("transformers").handlers]
         hf_logging.disable_progress_bar()
-        for handler in handlers:
-            handler.addFilter(keep)
+        for handler, hold in filters:
+            handler.addFilter(hold)
         try:
             yield
+        except BaseException:
+            for _, hold in filters:
+                hold.held.clear()
+            raise
         finally:
-            for handler in handlers:
-                handler.removeFilter(keep)
+            for handler, hold in filters:
+                handler.removeFilter(hold)
+                for record in hold.held:
+                    handler.handle(record)
             if shown:
                 hf_logging.enable_progress_bar()
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first non-empty line of an error's message, or its type's name."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

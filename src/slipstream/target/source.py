@@ -14,13 +14,16 @@ from typing import Any
 import torch
 
 from slipstream.config import TargetConfig
+from slipstream.data.reason import one_line
 from slipstream.errors import TargetError
+from slipstream.target.families import text_config
 from slipstream.target.gguf import SMOLLM2, converted_directory, smollm2_file
-from slipstream.target.quiet import LOAD_ERRORS, first_line, quiet_loading
+from slipstream.target.quiet import LOAD_ERRORS, quiet_loading
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -97,7 +100,7 @@ def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
             place = fetch("pytorch_model*.bin")
     except (OSError, ValueError) as error:
         raise TargetError(
-            f"target {hub_id} is neither a local directory nor a repository that the hub gives: {first_line(error)}"
+            f"target {hub_id} is neither a local directory nor a repository that the hub gives: {one_line(error)}"
         ) from error
     return place
 
@@ -112,7 +115,7 @@ def read_config(directory: Path, config: TargetConfig) -> Any:
                 directory, local_files_only=True, trust_remote_code=config.trust_remote_code
             )
     except LOAD_ERRORS as error:
-        raise TargetError(f"target {config.path}: config.json cannot be read: {first_line(error)}") from error
+        raise TargetError(f"target {config.path}: config.json cannot be read: {one_line(error)}") from error
     classes = list(getattr(found, "architectures", None) or [])
     own_code = config.trust_remote_code and "AutoModelForCausalLM" in (getattr(found, "auto_map", None) or {})
     if getattr(found, "is_encoder_decoder", False) or (
@@ -122,6 +125,11 @@ def read_config(directory: Path, config: TargetConfig) -> Any:
             f"target {config.path} is a {classes[0] if classes else found.model_type}, not a causal language model; "
             "give a decoder-only model with a language-model head"
         )
+    text = text_config(found)
+    for name in _SIZES:
+        size = getattr(text, name, None)
+        if isinstance(size, int) and size < 1:
+            raise TargetError(f"target {config.path}: its {name} is {size}; mend config.json: it must be at least 1")
     return found
 
 
@@ -137,7 +145,7 @@ def read_tokenizer(directory: Path, config: TargetConfig) -> Any:
                 directory, local_files_only=True, trust_remote_code=config.trust_remote_code
             )
     except LOAD_ERRORS as error:
-        raise TargetError(f"target {config.path}: its tokenizer cannot be loaded: {first_line(error)}") from error
+        raise TargetError(f"target {config.path}: its tokenizer cannot be loaded: {one_line(error)}") from error
 
 
 def read_model(
@@ -166,7 +174,7 @@ def read_model(
             )
     except LOAD_ERRORS as error:
         raise TargetError(
-            f"target {config.path} cannot be loaded as a causal language model: {first_line(error)}"
+            f"target {config.path} cannot be loaded as a causal language model: {one_line(error)}"
         ) from error
     missing = sorted(loading["missing_keys"])
     if missing:

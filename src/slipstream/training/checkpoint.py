@@ -7,16 +7,19 @@
         optimizer.safetensors  moments and step counts, float32
         state.safetensors      metric window and random generators
         state.json             step, time used, and the identity that a resume must match
-        COMPLETE               sizes of all files above; written last
+        COMPLETE               size and sha256 of each file above; written last
 
 A checkpoint is written to ``.writing-step-40``, synced to the disk, marked, and only then renamed. A process killed at
-any point leaves a name that nothing reads; resume reads the newest ``step-N`` whose marker agrees with its files.
+any point leaves a name that nothing reads; resume reads the newest ``step-N`` whose marker agrees with its files, bit
+for bit.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -30,7 +33,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.provenance import sync_directory, write_json
+from slipstream.provenance import plain, sync_directory, write_json
+from slipstream.training.disk import free_bytes, size_words
 
 MARKER = "COMPLETE"
 FORMAT = 1
@@ -58,6 +62,16 @@ def _files(directory: Path) -> dict[str, int]:
     """Return the size of every file below ``directory``, marker excluded, by relative name."""
     found = sorted(p for p in directory.rglob("*") if p.is_file())
     return {str(p.relative_to(directory)): p.stat().st_size for p in found if p.name != MARKER}
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    """Return the sha256 of every file below ``directory``, marker excluded, by relative name."""
+    return {name: _digest(directory / name) for name in _files(directory)}
 
 
 def _sync_tree(directory: Path) -> None:
@@ -109,18 +123,19 @@ def save_checkpoint(
     older checkpoints intact and nothing half-written left behind.
     """
     final = directory / f"step-{state.step}"
-    if is_complete(final):
+    if damage(final) is None:
         return final  # resumed from it and stopped again before the next step
     aside = directory / f".writing-{final.name}"
     needed = sum(t.numel() * t.element_size() for t in optimizer.values()) * 3 // 2
     try:
         directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(directory)
-        free = shutil.disk_usage(directory).free
+        free = free_bytes(directory)
         if needed > free:
-            raise OSError(errno.ENOSPC, f"it needs {needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free")
+            raise OSError(errno.ENOSPC, f"it needs {size_words(needed)} and {size_words(free)} are free")
         write_tree(aside, state, write_drafter=write_drafter, optimizer=optimizer)
-        write_json(aside / MARKER, {"format": FORMAT, "step": state.step, "files": _files(aside)})
+        marker = {"format": FORMAT, "step": state.step, "files": _files(aside), "sha256": _digests(aside)}
+        write_json(aside / MARKER, marker)
         if final.exists():  # a damaged copy, which resume did not trust
             _remove(final)
         os.rename(aside, final)
@@ -129,13 +144,25 @@ def save_checkpoint(
         shutil.rmtree(aside, ignore_errors=True)
         if (reason := _write_failure(error)) is not None:
             raise CheckpointError(
-                f"checkpoint {final} cannot be written: {reason}; older checkpoints are intact: "
-                "make room or rights there, then continue with --resume"
+                f"checkpoint {final} cannot be written: {reason}; {_what_is_left(directory)}"
             ) from error
         raise
-    for old in complete_checkpoints(directory)[:-keep]:
+    # Newer ones are those that a resume found damaged; they must not push out what is written after it.
+    for old in [p for p in complete_checkpoints(directory) if _step(p) <= state.step][:-keep]:
         _remove(old)
     return final
+
+
+def _what_is_left(directory: Path) -> str:
+    """Say from where a run can go on after a failed save."""
+    try:
+        found = complete_checkpoints(directory)
+    except OSError:
+        found = []
+    if not found:
+        return "there is no checkpoint to go on from: make room or rights there, then start another run.directory"
+    older = f"older checkpoint {found[-1].name} is" if len(found) == 1 else "older checkpoints are"
+    return f"{older} intact: make room or rights there, then continue with --resume"
 
 
 def _write_failure(error: BaseException) -> str | None:
@@ -168,46 +195,99 @@ def remove_leftovers(directory: Path) -> list[str]:
     return names
 
 
-def complete_checkpoints(directory: Path) -> list[Path]:
-    """Return the trusted checkpoints, oldest first: a marker that agrees with the files there."""
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _named(directory: Path) -> list[Path]:
+    """Return everything named ``step-N``, oldest first."""
     if not directory.is_dir():
         return []
-    named = [(int(m.group(1)), p) for p in directory.iterdir() if (m := _NAME.fullmatch(p.name))]
-    return [p for _, p in sorted(named) if is_complete(p)]
+    return sorted((p for p in directory.iterdir() if _NAME.fullmatch(p.name)), key=_step)
+
+
+def complete_checkpoints(directory: Path) -> list[Path]:
+    """Return the checkpoints whose marker agrees with the sizes of the files there, oldest first. Fast: see damage."""
+    return [p for p in _named(directory) if is_complete(p)]
+
+
+def _marked_digests(checkpoint: Path) -> dict[str, str] | None:
+    """Return the marker's digests by name; None without a marker, or where a file has not the size that it lists."""
+    try:
+        marker = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
+        sizes, digests = marker["files"], marker["sha256"]
+        found = {name: (checkpoint / name).stat().st_size for name in sizes}
+        whole = bool(found) and found == sizes and digests.keys() == sizes.keys()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return dict(digests) if whole else None
 
 
 def is_complete(checkpoint: Path) -> bool:
     """Say whether the marker is there and every file that it lists has the size that it lists."""
-    try:
-        marker = json.loads((checkpoint / MARKER).read_text(encoding="utf-8"))
-        sizes = {name: (checkpoint / name).stat().st_size for name in marker["files"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return bool(sizes) and sizes == marker["files"]
+    return _marked_digests(checkpoint) is not None
 
 
-def latest_checkpoint(directory: Path) -> Path | None:
-    """Return the newest trusted checkpoint in a run's ``checkpoints`` directory, or None."""
-    found = complete_checkpoints(directory)
-    return found[-1] if found else None
+def damage(checkpoint: Path) -> str | None:
+    """Return what is wrong with a checkpoint, naming the file; None where every file is as it was written, to the bit.
+
+    Reads all of it.
+    """
+    digests = _marked_digests(checkpoint)
+    if digests is None:
+        return "is incomplete"
+    for name, expected in digests.items():
+        try:
+            same = _digest(checkpoint / name) == expected
+        except OSError as error:
+            return f"is damaged: {name} cannot be read ({error.strerror})"
+        if not same:
+            return f"is damaged: {name} is not what was written (another sha256)"
+    return None
+
+
+def latest_checkpoint(directory: Path, say: Callable[[str], object] | None = None) -> Path | None:
+    """Return the newest checkpoint that is whole to the bit, or None. ``say`` is told of each that was passed over."""
+    for checkpoint in reversed(_named(directory)):
+        wrong = damage(checkpoint)
+        if wrong is None:
+            return checkpoint
+        if say is not None:
+            say(f"checkpoint {checkpoint} {wrong}")
+    return None
 
 
 def read_checkpoint(checkpoint: Path) -> tuple[TrainingState, dict[str, Tensor]]:
-    """Return the state and the optimizer's tensors (CPU). Raises CheckpointError if it is damaged."""
-    if not is_complete(checkpoint):
-        raise CheckpointError(f"checkpoint {checkpoint} is incomplete; resume from another one or start a new run")
+    """Return the state and the optimizer's tensors (CPU). Raises CheckpointError if a file is not what was written."""
+    wrong = damage(checkpoint)
+    if wrong is not None:
+        raise CheckpointError(f"checkpoint {checkpoint} {wrong}; resume from another one or start a new run")
     try:
         record = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
         if record.pop("format") != FORMAT:
             raise CheckpointError(
                 f"checkpoint {checkpoint} has another format; resume it with the version that wrote it"
             )
+        _check_state(record)
         state = TrainingState(**record, tensors=load_file(checkpoint / "state.safetensors"))
         return state, load_file(checkpoint / "optimizer.safetensors")
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"checkpoint {checkpoint} cannot be read: {error}; remove it to use an older one"
+            f"checkpoint {checkpoint} cannot be read: {reason}; remove it to use an older one"
         ) from error
+
+
+def _check_state(record: Mapping[str, Any]) -> None:
+    """Raise ValueError naming the first value of ``state.json`` that no run writes."""
+    kinds: dict[str, tuple[type, ...]] = {
+        "step": (int,), "elapsed": (int, float), "tokens": (int,), "run_id": (str,), "identity": (dict,)
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        value = record[name]
+        sound = type(value) in kind and (not isinstance(value, (int, float)) or (math.isfinite(value) and value >= 0))
+        if not sound:
+            raise ValueError(f"state.json has {name} = {value!r}")
 
 
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], checkpoint: Path) -> None:
@@ -217,15 +297,10 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], checkpo
     setting that moves the weights have to be the same.
     """
     for name in [*saved, *(n for n in current if n not in saved)]:
-        before, now = _plain(saved.get(name)), _plain(current.get(name))
+        before, now = plain(saved.get(name)), plain(current.get(name))
         if before != now:
             raise CheckpointError(
                 f"{checkpoint} was made with {name} = {before!r}, this run has {now!r}; resume with the old value, "
                 "or start "
                 f"another run.directory with drafter.warm_start = {str(checkpoint / 'drafter')!r}"
             )
-
-
-def _plain(value: Any) -> Any:
-    """Return the value as JSON would give it back (tuples become lists)."""
-    return json.loads(json.dumps(value))

@@ -6,14 +6,14 @@ import fcntl
 import json
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from slipstream.config import Recipe
 from slipstream.errors import CheckpointError, TrainingError
-from slipstream.provenance import session_record, start_record, write_atomically, write_json
+from slipstream.provenance import plain, session_record, start_record, write_atomically, write_json
 from slipstream.recipe import recipe_as_toml
 
 
@@ -27,11 +27,23 @@ class RunDirectory:
         self.drafter = path / "drafter"
         self._lock: int | None = None
 
+    def _bad_path(self, error: OSError | ValueError) -> str:
+        """Say why no directory can have this path: a name too long, a NUL, no rights on the way."""
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        return f"run.directory is {str(self.path)!r}, which cannot be used: {reason}; give another with --run.directory"
+
     def refuse_existing(self) -> None:
         """Raise TrainingError where something is there already. An empty directory may be used."""
-        if self.path.is_dir() and not any(self.path.iterdir()):
-            return
-        if self.path.exists() or self.path.is_symlink():
+        try:
+            os.lstat(self.path)
+            if self.path.is_dir() and not any(self.path.iterdir()):
+                return
+            there = True
+        except (FileNotFoundError, NotADirectoryError):
+            there = False
+        except (OSError, ValueError) as error:
+            raise TrainingError(self._bad_path(error)) from error
+        if there:
             raise TrainingError(
                 f"run directory {self.path} exists and is not overwritten; continue it with --resume, or choose "
                 "another with --run.directory"
@@ -39,12 +51,24 @@ class RunDirectory:
 
     def require_existing(self) -> None:
         """Raise CheckpointError where there is no run to resume."""
-        if not (self.path / "run.json").is_file():
+        try:
+            os.lstat(self.path)
+            found = (self.path / "run.json").is_file()
+        except (FileNotFoundError, NotADirectoryError):
+            found = False
+        except (OSError, ValueError) as error:
+            raise CheckpointError(self._bad_path(error)) from error
+        if not found:
             raise CheckpointError(f"there is no run in {self.path} to resume; start it without --resume")
 
-    def create(self, recipe: Recipe, argv: Sequence[str], *, device: str) -> dict[str, Any]:
-        """Claim a new directory; write ``recipe.toml`` and ``run.json``. Returns the record. Raises TrainingError."""
-        record = start_record(argv, seed=recipe.run.seed, device=device)
+    def create(
+        self, recipe: Recipe, argv: Sequence[str], *, device: str, identity: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Claim a new directory; write ``recipe.toml`` and ``run.json``. Returns the record. Raises TrainingError.
+
+        ``identity``: as in the checkpoints; it says which target and data the drafter belongs to when they are gone.
+        """
+        record = start_record(argv, seed=recipe.run.seed, device=device, identity=identity)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._acquire()
@@ -55,13 +79,44 @@ class RunDirectory:
             write_json(self.path / "run.json", record)
         except OSError as error:
             raise TrainingError(f"run directory {self.path} cannot be made: {error.strerror or error}") from error
+        except ValueError as error:
+            raise TrainingError(self._bad_path(error)) from error
         return record
 
-    def reopen(self, recipe: Recipe, argv: Sequence[str], *, device: str, step: int) -> dict[str, Any]:
-        """Note a resume at ``step`` in ``run.json``, with the settings that changed. Returns the record."""
+    def _read(self, name: str) -> dict[str, Any]:
+        """Return ``run.json`` or ``recipe.toml``. Raises CheckpointError where it is not what a run writes."""
         try:
-            record: dict[str, Any] = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-            before = tomllib.loads((self.path / "recipe.toml").read_text(encoding="utf-8"))
+            text = (self.path / name).read_text(encoding="utf-8")
+            found = tomllib.loads(text) if name.endswith(".toml") else json.loads(text)
+        except (OSError, ValueError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            raise self._unusable(name, reason) from error
+        if not isinstance(found, dict):
+            raise self._unusable(name, f"it is {type(found).__name__}, not an object")
+        return found
+
+    def _unusable(self, name: str, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"run directory {self.path} cannot be resumed: {name}: {reason}; put back the file that the run wrote, "
+            "or start another run with drafter.warm_start"
+        )
+
+    def reopen(
+        self, recipe: Recipe, argv: Sequence[str], *, device: str, step: int, identity: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Note a resume at ``step`` in ``run.json``, with the settings that changed. Returns the record.
+
+        ``identity`` is the one that the checkpoint was found to match. Raises CheckpointError for an edited file.
+        """
+        record = self._read("run.json")
+        for key, kind in (("run_id", str), ("resumed", list)):
+            if not isinstance(record.get(key), kind):
+                raise self._unusable("run.json", f"{key} is {record.get(key)!r}")
+        before = self._read("recipe.toml")
+        for section, body in before.items():
+            if not isinstance(body, dict):
+                raise self._unusable("recipe.toml", f"{section} is {body!r}, but it is a section")
+        try:
             after = tomllib.loads(recipe_as_toml(recipe))
             changed = {
                 f"{section}.{key}": [before.get(section, {}).get(key), after.get(section, {}).get(key)]
@@ -71,10 +126,14 @@ class RunDirectory:
             }
             session = {"from_step": step, "changed_settings": changed, **session_record(argv, device=device)}
             record["resumed"].append(session)
+            if identity is not None:
+                record["identity"] = plain(identity)
             write_atomically(self.path / "recipe.toml", recipe_as_toml(recipe))
             write_json(self.path / "run.json", record)
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"run directory {self.path} cannot be resumed: {error}") from error
+        except OSError as error:
+            raise CheckpointError(
+                f"run directory {self.path} cannot be resumed: {error.strerror or error}; make room or rights there"
+            ) from error
         return record
 
     def _acquire(self) -> None:
@@ -95,8 +154,8 @@ class RunDirectory:
         """Take the lock of an existing run. Raises TrainingError where another process trains in it."""
         try:
             self._acquire()
-        except OSError as error:
-            raise TrainingError(f"run directory {self.path} cannot be locked: {error.strerror or error}") from error
+        except (OSError, ValueError) as error:
+            raise TrainingError(f"{self._bad_path(error)} (it cannot be locked)") from error
 
     def __enter__(self) -> RunDirectory:
         return self

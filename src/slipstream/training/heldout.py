@@ -32,10 +32,18 @@ def heldout_prompts(recipe: Recipe, target: Target) -> list[list[int]]:
         )
     if not data.heldout or training.evaluate_prompts < 1:
         return []
+    return read_prompts(recipe, target, training.evaluate_prompts)
+
+
+def read_prompts(recipe: Recipe, target: Target, limit: int) -> list[list[int]]:
+    """Return the ids of the first ``limit`` (0: all) conversations of ``data.heldout``, as a server prefills them.
+
+    They are checked now, not hours later: raises DataError, and DecodingError for a prompt that leaves no room for
+    ``evaluation.max_new_tokens``.
+    """
+    data = recipe.data
     renderer = Renderer(target.tokenizer, data=data, stop_ids=target.info.eos_ids)
-    found = read_conversations(
-        data.heldout, prompt_completion=data.prompt_completion, max_samples=training.evaluate_prompts
-    )
+    found = read_conversations(data.heldout, prompt_completion=data.prompt_completion, max_samples=limit)
     prompts = [renderer.prompt_ids(conversation) for conversation in found]
     check_prompts(
         prompts,

@@ -78,6 +78,8 @@ class Trainer:
         """Say whether the last step is done, or another one would overrun the time."""
         if self.run.steps is not None and self.step >= self.run.steps:
             return True
+        if self.step == 0:
+            return False  # a drafter that was never trained is of no use, however short the time
         limit = self.settings.max_minutes * 60
         here = self.step - (self.resumed_from or 0)
         mean = (time.monotonic() - self._began) / here if here else 0.0
@@ -150,8 +152,14 @@ class Trainer:
         self.step = self.resumed_from = state.step
         self.source.tokens = state.tokens
         self._elapsed_before = state.elapsed
+        gone = state.step > 0 and not self.directory.metrics.exists()
         cut = cut_after(self.directory.metrics, state.step)
         self._say(f"resumed from {checkpoint}: step {state.step}, {duration(state.elapsed)} of training so far")
+        if gone:
+            self._say(
+                f"{self.directory.metrics} is gone: the lines up to step {state.step} are lost, the weights are not; "
+                "a new file begins here"
+            )
         if cut:
             self._say(
                 f"{cut} metrics lines after step {state.step} moved to metrics.discarded.jsonl; they are run again"

@@ -140,32 +140,49 @@ def cut_after(path: Path, step: int) -> int:
     """Move the lines of ``metrics.jsonl`` after ``step`` to ``metrics.discarded.jsonl``; return how many.
 
     They were written after the checkpoint that a resume starts from, and will be written again. A torn last line,
-    left by a kill, goes with them. The file is replaced as a whole, after the moved lines are on the disk.
+    left by a kill, goes with them, as does a line that no run writes. The file is replaced as a whole, after the moved
+    lines are on the disk. Raises TrainingError.
     """
-    if not path.exists():
+    text = _read_text(path)
+    if not text:
         return 0
     kept: list[str] = []
     moved: list[str] = []
-    text = path.read_text(encoding="utf-8", errors="replace")
     for line in text.splitlines():
         try:
-            early = json.loads(line)["step"] <= step
+            row = json.loads(line)
+            early = row["step"] <= step and isinstance(row["kind"], str)
         except (ValueError, KeyError, TypeError):
             early = False
         (kept if early else moved).append(line)
-    if moved:
-        with open(path.with_name("metrics.discarded.jsonl"), "a", encoding="utf-8") as stream:
-            stream.write("".join(line + "\n" for line in moved))
-            stream.flush()
-            os.fsync(stream.fileno())
-    if moved or not text.endswith("\n"):
-        write_atomically(path, "".join(line + "\n" for line in kept))
+    try:
+        if moved:
+            with open(path.with_name("metrics.discarded.jsonl"), "a", encoding="utf-8") as stream:
+                stream.write("".join(line + "\n" for line in moved))
+                stream.flush()
+                os.fsync(stream.fileno())
+        if moved or not text.endswith("\n"):
+            write_atomically(path, "".join(line + "\n" for line in kept))
+    except OSError as error:
+        raise TrainingError(
+            f"{error.filename or path} cannot be written: {error.strerror}; make room or rights and use --resume"
+        ) from error
     return len(moved)
 
 
+def _read_text(path: Path) -> str:
+    """Return the text of ``metrics.jsonl``, empty where there is none. Raises TrainingError."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise TrainingError(
+            f"{path} cannot be read: {error.strerror}; put back the file that the run wrote, or remove it"
+        ) from error
+
+
 def last_line(path: Path, kind: str) -> dict[str, Any] | None:
-    """Return the newest line of a kind in a whole ``metrics.jsonl``, or None."""
-    if not path.exists():
-        return None
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Return the newest line of a kind in a whole ``metrics.jsonl``, or None. Raises TrainingError."""
+    rows = [json.loads(line) for line in _read_text(path).splitlines()]
     return next((row for row in reversed(rows) if row["kind"] == kind), None)

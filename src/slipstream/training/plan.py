@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
+import os
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from slipstream.target.description import describe_target
 from slipstream.target.features import validate_layer_ids
 from slipstream.target.source import resolve_dtype
 from slipstream.training.hardware import resolve_attention, resolve_device, resolve_precision
-from slipstream.training.session import resolve_drafter, resolve_steps
+from slipstream.training.session import resolve_anchors, resolve_drafter, resolve_steps
 from slipstream.training.step import resolve_step_settings
 
 GIB = 2**30
@@ -35,6 +35,7 @@ def plan(recipe: Recipe) -> dict[str, Any]:
     target_dtype = resolve_dtype(recipe.target.dtype, device)
     info, tokenizer, target_parameters = describe_target(recipe.target)
     dataset = build_dataset(recipe.data, tokenizer, stop_ids=info.eos_ids)
+    training = resolve_anchors(training, dataset.row_length)
     config = resolve_drafter(recipe, tokenizer, info, dataset.used_ids)
     validate_layer_ids(config.target_layer_ids, info.num_layers)
     settings = resolve_step_settings(
@@ -54,7 +55,7 @@ def plan(recipe: Recipe) -> dict[str, Any]:
         chunk=settings.chunk,
         dense=kind == "dense",
     )
-    exists = Path(recipe.run.directory).exists()
+    exists = os.path.exists(recipe.run.directory)  # False, not an error, for a name that no disk takes
     out: dict[str, Any] = {
         "run directory": f"{recipe.run.directory} ({'exists: --resume or another name' if exists else 'new'})",
         "device": str(device),

@@ -65,6 +65,11 @@ def resolve_steps(training: TrainingConfig, rows: int) -> int | None:
     return max(math.ceil(training.epochs * rows / (training.rows * training.accumulation)), 1)
 
 
+def resolve_anchors(training: TrainingConfig, row_length: int) -> TrainingConfig:
+    """Return the settings with ``anchors`` at most ``row_length``: a row has no more, and attention is sized by it."""
+    return dataclasses.replace(training, anchors=min(training.anchors, row_length))
+
+
 def resolve_drafter(recipe: Recipe, tokenizer: Any, info: TargetInfo, used_ids: frozenset[int]) -> DrafterConfig:
     """Find the mask token and complete the drafter's shape. Raises DrafterError."""
     mask = resolve_mask_token(tokenizer, info.vocab_rows, recipe.drafter.mask_token_id, used_ids, eos_ids=info.eos_ids)
@@ -125,6 +130,11 @@ def prepare(
     dataset = build_dataset(recipe.data, target.tokenizer, stop_ids=target.info.eos_ids)
     for line in (*dataset.notes, *dataset.report.lines()):
         say(line)
+    asked = training.anchors
+    training = resolve_anchors(training, dataset.row_length)
+    if training.anchors < asked:
+        say(f"training.anchors is {asked}, more than a row's {dataset.row_length} tokens: {training.anchors} are used")
+    recipe = dataclasses.replace(recipe, training=training)
     config = resolve_drafter(recipe, target.tokenizer, target.info, dataset.used_ids)
     reader = FeatureReader(target, config.target_layer_ids, recipe.target.packing)
     settings = resolve_step_settings(

@@ -15,6 +15,7 @@ from slipstream.errors import CheckpointError
 from slipstream.provenance import write_json
 from slipstream.training.checkpoint import TrainingState, latest_checkpoint, read_checkpoint, remove_leftovers
 from slipstream.training.directory import RunDirectory
+from slipstream.training.disk import require_room
 from slipstream.training.heldout import heldout_prompts
 from slipstream.training.loop import Trainer
 from slipstream.training.metrics import last_line
@@ -53,9 +54,9 @@ def train(
     becomes ``preflight.json``. ``resume`` continues from the newest complete checkpoint and repeats an uninterrupted
     run to the bit on a CPU (with as many threads).
 
-    Raises TrainingError (an existing directory, a loss that is not finite), CheckpointError (nothing to resume, another
-    identity, a full disk), the errors of target, data and drafter; and KeyboardInterrupt after SIGINT or SIGTERM, once
-    a checkpoint is saved.
+    Raises TrainingError (an existing directory, no room, a loss that is not finite), CheckpointError (nothing to
+    resume, another identity, a full disk), the errors of target, data and drafter; and KeyboardInterrupt after SIGINT
+    or SIGTERM, once a checkpoint is saved.
     """
     console = console or Console(highlight=False)
 
@@ -71,22 +72,29 @@ def train(
             directory.lock()
             for name in remove_leftovers(directory.checkpoints):
                 say(f"removed {name}, left by a save that was cut off")
-            checkpoint = latest_checkpoint(directory.checkpoints)
+            passed_over: list[str] = []
+            checkpoint = latest_checkpoint(directory.checkpoints, passed_over.append)
             if checkpoint is None:
+                why = f" ({'; '.join(passed_over)})" if passed_over else ""
                 raise CheckpointError(
-                    f"{directory.checkpoints} holds no complete checkpoint; start again with another run.directory"
+                    f"{directory.checkpoints} holds no complete checkpoint{why}; start again with another run.directory"
                 )
+            for text in passed_over:
+                say(f"{text}; going back to {checkpoint.name}")
             state, moments = read_checkpoint(checkpoint)
         else:
             directory.refuse_existing()
         expected = None if state is None or checkpoint is None else (state.identity, checkpoint)
         run = prepare(recipe, say=say, expected=expected)
         prompts = heldout_prompts(recipe, run.target)
+        if state is None or run.steps is None or state.step < run.steps:
+            require_room(directory.path, sum(p.numel() for p in run.draft_model.parameters()))
         report = preflight(run) if preflight is not None else None
+        device = str(run.device)
         if state is None:
-            record = directory.create(recipe, argv, device=str(run.device))
+            record = directory.create(recipe, argv, device=device, identity=run.identity)
         else:
-            record = directory.reopen(recipe, argv, device=str(run.device), step=state.step)
+            record = directory.reopen(recipe, argv, device=device, step=state.step, identity=run.identity)
         if report is not None:
             write_json(directory.path / "preflight.json", report)
         trainer = Trainer(run, directory, str(record["run_id"]), console, prompts)

@@ -173,7 +173,7 @@ def test_a_name_that_is_no_file_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(
-        DataError, match=r"org/name is neither a file or directory here nor a data set that loads: no route$"
+        DataError, match=r"org/name is neither a file or directory here nor a data set that loads: no route more$"
     ):
         list(read_conversations(["org/name"]))
 
@@ -190,3 +190,32 @@ def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     assert fingerprint(f"{folder}:test") != fingerprint(folder)
     with pytest.raises(DataError, match="does not exist"):
         fingerprint(str(tmp_path / "gone.jsonl"))
+
+
+DIGITS = '{"text": "a", "id": ' + "7" * 5000 + "}"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (LINES + DIGITS, r"odd\.json:6: malformed JSON \(.*digits.*mend or delete"),
+        ("[" + DIGITS + "]", r"odd\.json: malformed JSON \(.*digits.*mend"),
+        ("[" * 200_000, r"odd\.json: malformed JSON \(nested too deeply\); mend"),
+        (LINES + '{"text": ' + "[" * 200_000, r"odd\.json:6: malformed JSON \(nested too deeply\)"),
+    ],
+)
+def test_json_that_python_refuses_to_hold(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "odd.json").write_text(content)
+    with pytest.raises(DataError, match=message) as caught:
+        list(read_conversations([str(tmp_path / "odd.json")]))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("arguments", ["7" * 5000, "[" * 200_000])
+def test_arguments_that_python_refuses_to_hold(tmp_path: Path, arguments: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    row = {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    (tmp_path / "odd.jsonl").write_text(json.dumps(row))
+    with pytest.raises(DataError, match=r"odd\.jsonl:1: .*not JSON"):
+        list(read_conversations([str(tmp_path / "odd.jsonl")]))

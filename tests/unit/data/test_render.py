@@ -405,3 +405,18 @@ def test_ansi_shows_supervised_tokens_and_cannot_steer_the_terminal() -> None:
     assert "\\x1b[31mü" in text
     assert "<|im_end|>" in text
     assert "\x1b[31m" not in text
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ 1 // 0 }}", "ZeroDivisionError"),
+        ("{{ messages[0].content.encode('ascii', 'none') }}", "refuses the conversation: "),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ raise_exception('one\\ntwo') }}", "refuses the conversation: one two$"),
+    ],
+)
+def test_a_template_may_fail_in_any_way(template: str, message: str) -> None:
+    with pytest.raises(DataError, match=rf"chat\.jsonl:1: the chat template .*{message}") as caught:
+        renderer(template).render(chat("Hé", "Hello"))
+    assert "\n" not in str(caught.value)

@@ -224,6 +224,17 @@ def test_older_and_neutral_configs_are_read(changes):
         ({"dflash_config__sample_from_anchor": True}, "sample_from_anchor"),
         ({"dflash_config__something_new": 1}, "something_new"),
         ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"layer_types": 5}, "layer_types is 5; it must be a list"),
+        ({"layer_types": FULL}, "it must be a list"),
+        ({"layer_types": [5]}, "does not give"),
+        ({"layer_types": [[FULL]]}, "does not give"),
+        ({"rope_parameters": []}, r"rope_parameters is \[\]; it must be an object"),
+        ({"rope_scaling": "x"}, "rope_scaling is 'x'; it must be an object"),
+        ({"dflash_config": []}, "must be an object"),
+        ({"rms_norm_eps": "small"}, "'small'; it must be a number"),
+        ({"rope_theta": [1]}, r"rope_theta is \[1\]; it must be a number"),
+        ({"rope_theta": float("inf"), "rope_parameters": ...}, "rope_theta is inf; it must be a number"),
+        ({"layer_types": [SLIDING, SLIDING], "sliding_window": "8"}, "sliding_window is '8'"),
     ],
 )
 def test_nothing_is_guessed_and_other_networks_are_refused(changes, message):

@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 
 import slipstream
 from slipstream.config import DrafterSettings, Recipe, TargetConfig
+from slipstream.data.pack import tokenizer_digest
 from slipstream.drafter.config import DrafterConfig, resolve
 from slipstream.drafter.model import DraftModel
 from slipstream.drafter.store import load_drafter, save_drafter
 from slipstream.errors import ExportError
 from slipstream.export import proof as proof_module
 from slipstream.export.proof import REQUIRED, check_target, prove, read_config
-from slipstream.export.zlab import export_drafter, export_run, proof_ids, served_path
+from slipstream.export.zlab import export_drafter, export_run, proof_ids, run_facts, served_path
 from slipstream.recipe import recipe_as_toml
 from slipstream.target.model import Target, load_target
 from support.tiny import save_tiny_target
@@ -401,3 +402,54 @@ def test_a_server_is_given_a_directory_that_it_can_load(tmp_path: Path, target: 
     assert served_path("owner/name", target) == "owner/name"
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     assert served_path(str(tmp_path / "model.gguf"), target) == target.info.name  # where the weights were loaded from
+
+
+@pytest.mark.parametrize("differs", ["target.digest", "tokenizer.digest"])
+def test_a_run_without_checkpoints_still_knows_its_target(
+    differs: str, tmp_path: Path, target: Target, config: DrafterConfig, draft_model: DraftModel
+) -> None:
+    """Once checkpoints/ is removed, run.json tells."""
+    known = {"target.digest": target.info.digest, "tokenizer.digest": tokenizer_digest(target.tokenizer)}
+    run = make_run(tmp_path / "run", target, config, draft_model, identity=known)
+    assert run_facts(run, run / "drafter")["target_digest"] == target.info.digest
+    export_run(run, tmp_path / "same")
+    (run / "run.json").write_text(json.dumps({"run_id": "r1", "identity": {**known, differs: "0" * 64}}))
+    with pytest.raises(ExportError, match=r"trained .*--target\.path") as caught:
+        export_run(run, tmp_path / "other")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_digest_that_is_none_is_refused(
+    tmp_path: Path, target: Target, config: DrafterConfig, draft_model: DraftModel
+) -> None:
+    run = make_run(tmp_path / "run", target, config, draft_model, identity={"target.digest": 5})
+    with pytest.raises(ExportError, match=r"run\.json.*target\.digest is 5"):
+        export_run(run, tmp_path / "out")
+
+
+@pytest.mark.parametrize("evaluation", [{"a": 1}, {"tau": "2.5"}, {"tau": True}, {"tau": None}])
+def test_figures_without_a_tau_are_left_out_and_said(
+    evaluation: dict[str, Any], tmp_path: Path, target: Target, config: DrafterConfig, draft_model: DraftModel
+) -> None:
+    run = make_run(tmp_path / "run", target, config, draft_model)
+    (run / "evaluation.json").write_text(json.dumps(evaluation))
+    report = export_run(run, tmp_path / "out")
+    assert report is not None
+    assert any("evaluation.json has no number tau" in note for note in report.notes)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "not measured" in card
+    assert "tokens for each target pass" not in card
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "\ud800"])
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_name_that_no_file_can_have_is_one_line(
+    name: str, dry_run: bool, tmp_path: Path, target: Target, config: DrafterConfig, draft_model: DraftModel
+) -> None:
+    run = make_run(tmp_path / "run", target, config, draft_model)
+    with pytest.raises(ExportError, match="give another name with --to") as caught:
+        export_run(run, tmp_path / name, dry_run=dry_run)
+    assert str(caught.value).isprintable()
+    with pytest.raises(ExportError, match="give another name with --to"):
+        export_run(run, tmp_path / name / "inner", dry_run=dry_run)

@@ -145,3 +145,18 @@ def test_another_mask_token_in_the_blocks_is_mask_token(run, verdict, monkeypatc
         anchors_module, "blocks_at", lambda *a, **k: genuine(*a, **{**k, "mask_token_id": k["mask_token_id"] + 1})
     )
     assert set(verdict(run, *ALL)) == {"mask-token"}
+
+
+def test_a_limit_on_samples_is_not_a_stale_cache(tmp_path, verdict, monkeypatch) -> None:
+    """Rows past ``data.max_samples`` are in no packed row, and should not be."""
+    from support.tiny import write_conversations
+
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    data = write_conversations(tmp_path / "train.jsonl", 40)
+    recipe = Recipe(
+        target=TargetConfig(path=str(save_tiny_target(tmp_path / "target")), dtype="float32"),
+        data=DataConfig(train=(str(data),), row_length=160, max_samples=10),
+        drafter=DrafterSettings(layers=1, block_size=4),
+        run=RunConfig(device="cpu"),
+    )
+    assert verdict(prepare(recipe, say=lambda _: None), "render-parity") == {}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 
@@ -286,3 +287,19 @@ def test_documents_longer_than_the_targets_positions_are_refused(target_of):
     short.info = dataclasses.replace(target.info, max_positions=64)
     with pytest.raises(TargetError, match="a document has 90 tokens but the target has 64 positions"):
         FeatureReader(short, IDS, "unpacked").read(packed_batch())
+
+
+def test_forwards_run_in_the_devices_context(target_of, monkeypatch):
+    """Unpacked documents have many lengths: without the context, each would have an attention plan built for it."""
+    entered = []
+
+    @contextlib.contextmanager
+    def on_device(device):
+        entered.append(device)
+        yield
+
+    monkeypatch.setattr("slipstream.target.features.on_device", on_device)
+    target = target_of("llama")
+    FeatureReader(target, IDS, "unpacked").read(packed_batch())
+    assert entered
+    assert set(entered) == {target.device}

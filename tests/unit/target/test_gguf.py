@@ -220,12 +220,22 @@ def test_incomplete_file(model, cache, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"not a gguf file at all", b"GGUF\x03\0\0\0" + b"\xff" * 64])
-def test_damaged_file(cache, tmp_path, content):
+def test_damaged_file(cache, tmp_path, content, capfd):
     path = tmp_path / "bad.gguf"
     path.write_bytes(content)
     with pytest.raises(TargetError, match=r"bad\.gguf") as caught:
         load_in(path)
     assert "\n" not in str(caught.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_cut_file(file, cache, tmp_path, capfd):
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(file.read_bytes()[:-4000])
+    with pytest.raises(TargetError, match=r"cut\.gguf") as caught:
+        load_in(path)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr().err == ""
 
 
 def test_special_token_past_the_vocabulary(model, cache, tmp_path):

@@ -7,7 +7,7 @@ import threading
 import pytest
 from transformers.utils import logging as hf_logging
 
-from slipstream.target.quiet import first_line, quiet_loading
+from slipstream.target.quiet import quiet_loading
 
 
 @pytest.fixture
@@ -69,6 +69,15 @@ def test_one_thread_at_a_time_and_nesting_is_allowed():
     assert most[0] == 1
 
 
-def test_first_line():
-    assert first_line(ValueError("\n  what is wrong \n more")) == "what is wrong"
-    assert first_line(KeyError()) == "KeyError"
+def test_warnings_of_a_load_that_fails_are_not_shown_beside_its_error(heard):
+    logger = hf_logging.get_logger("transformers.test")
+    with contextlib.suppress(KeyError), quiet_loading():
+        with quiet_loading():
+            logger.warning("a field is odd")
+        raise KeyError
+    assert heard == []
+    with quiet_loading():
+        with quiet_loading():
+            logger.warning("a field is odd")
+        logger.warning("another is, too")
+    assert heard == ["a field is odd", "another is, too"]

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.config import TargetConfig
 from slipstream.errors import TargetError
+from slipstream.target.description import describe_target
 from slipstream.target.model import load_target, load_tokenizer, resolve_path
 from slipstream.target.source import resolve_dtype
 from support.tiny import save_tiny_target, tiny_tokenizer
@@ -69,7 +70,9 @@ def test_hub_id_that_the_hub_does_not_give(monkeypatch):
         raise OSError("offline\nand more")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    with pytest.raises(TargetError, match=r"neither a local directory nor a repository that the hub gives: offline$"):
+    with pytest.raises(
+        TargetError, match=r"neither a local directory nor a repository that the hub gives: offline and more$"
+    ):
         load_in("owner/model")
 
 
@@ -270,3 +273,36 @@ def environment() -> dict[str, str]:
     import slipstream
 
     return {**os.environ, "PYTHONPATH": str(Path(slipstream.__file__).parents[1])}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"hidden_size": "wide"}, "config.json cannot be read: .*hidden_size.*wide"),
+        ({"vocab_size": 200}, "cannot be loaded as a causal language model"),
+        ({"vocab_size": 200, "pad_token_id": None}, "another shape|its tokenizer has 262"),
+        ({"rope_parameters": {"rope_type": "zzz", "rope_theta": 1e4}}, "KeyError: 'zzz'"),
+        ({"rope_parameters": []}, "rope_parameters"),
+    ],
+)
+def test_config_that_makes_no_model_is_one_line(directory, capfd, changes, message):
+    """Nothing beside the error: neither a traceback nor the library's own lines."""
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **changes}))
+    for load in (load_in, lambda d: describe_target(TargetConfig(path=str(d)))):
+        with pytest.raises(TargetError, match=message) as caught:
+            load(directory)
+        assert "\n" not in str(caught.value)
+        assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("value", ["x", {"a": 1}, ["a"], 1.5, [[1]], True])
+def test_end_tokens_of_a_wrong_type(directory, value):
+    path = directory / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": value}))
+    for load in (load_in, lambda d: describe_target(TargetConfig(path=str(d)))):
+        with pytest.raises(TargetError, match=r"generation_config\.json.*eos_token_id is .*whole number") as caught:
+            load(directory)
+        assert "\n" not in str(caught.value)
