@@ -279,7 +279,7 @@ def build_parser() -> argparse.ArgumentParser:
         _quickstart,
         "the whole line on a small real model: train, measure, export",
         """
-        Trains a drafter from scratch for SmolLM2-135M-Instruct on two CPU cores in about four minutes, evaluates it,
+        Trains a drafter from scratch for SmolLM2-135M-Instruct on two CPU cores in three minutes, evaluates it,
         and exports it, all into runs/quickstart. An earlier runs/quickstart is renamed, never deleted.
         """,
     )
