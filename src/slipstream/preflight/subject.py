@@ -257,10 +257,11 @@ def reduced_run(
     )
 
 
-def fresh_drafter(run: PreparedRun, config: DrafterConfig, seed: int = 0) -> DraftModel:
-    """Return a new float32 drafter on the run's device, made as the trainer makes one."""
+def fresh_drafter(run: PreparedRun, config: DrafterConfig, seed: int | None = None) -> DraftModel:
+    """Return a new float32 drafter on the run's device, made as the trainer makes one; ``seed`` None is the run's."""
     from slipstream.training.session import build_drafter
 
     settings = dataclasses.replace(run.recipe.drafter, warm_start=None)
-    recipe = dataclasses.replace(run.recipe, drafter=settings, run=dataclasses.replace(run.recipe.run, seed=seed))
+    settled = run.recipe.run if seed is None else dataclasses.replace(run.recipe.run, seed=seed)
+    recipe = dataclasses.replace(run.recipe, drafter=settings, run=settled)
     return build_drafter(recipe, config, run.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -71,6 +73,11 @@ def test_a_tensor_without_gradient_is_norms_move(run, verdict, monkeypatch) -> N
 
     monkeypatch.setattr(RMSNorm, "forward", frozen)
     assert "did not move" in verdict(run, "norms-move")["norms-move"]
+
+
+def test_both_pass_with_another_seed(run, verdict) -> None:
+    recipe = dataclasses.replace(run.recipe, run=dataclasses.replace(run.recipe.run, seed=1))
+    assert verdict(dataclasses.replace(run, recipe=recipe), *BOTH) == {}
 
 
 def test_moments_that_are_not_restored_are_exact_resume(run, verdict, monkeypatch) -> None:
