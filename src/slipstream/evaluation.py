@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.config import Recipe
-from slipstream.errors import ConfigError, TargetError
+from slipstream.errors import ConfigError, DecodingError, TargetError
 from slipstream.recipe import load_recipe
 
 if TYPE_CHECKING:
@@ -78,7 +78,20 @@ def evaluate_path(
     if output is not None:
         _write(output, {**result.as_json(), "drafter": str(directory), **_circumstances(recipe, device)})
         console.print(f"written: {output}", markup=False, soft_wrap=True)
+    refuse_lossy(result)
     return result
+
+
+def refuse_lossy(result: EvalResult) -> None:
+    """Raise DecodingError for a greedy response that differs from plain decoding otherwise than at a near tie."""
+    lossy = [d for d in result.first_differences if not d.get("near_tie")] if result.temperature == 0 else []
+    if lossy:
+        raise DecodingError(
+            f"not lossless: {len(lossy)} of {result.lossless_responses} greedy responses differ from plain decoding "
+            f"where the target has no near tie, first at token {lossy[0].get('position')} of prompt "
+            f"{lossy[0].get('prompt')}; this is a fault of the decoding, not of the drafter: do not trust the "
+            "acceptance, and report it"
+        )
 
 
 def evaluate_drafter(

@@ -15,7 +15,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from slipstream.drafter.store import load_drafter
-from slipstream.errors import CheckpointError, DataError, DrafterError, TrainingError
+from slipstream.errors import CheckpointError, DataError, DecodingError, DrafterError, TrainingError
 from slipstream.recipe import load_recipe
 from slipstream.training import checkpoint, loop, trainer
 from slipstream.training.plan import plan
@@ -129,6 +129,21 @@ def test_a_mistake_in_the_data_leaves_no_run_directory(root: Path, tmp_path: Pat
     with pytest.raises(DataError):
         run_quietly(tiny_recipe(root, tmp_path / "run", data__train=empty))
     assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_that_fails_costs_neither_the_run_nor_the_drafter(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: object) -> None:
+        raise DecodingError("all responses ended with their first token")
+
+    monkeypatch.setattr("slipstream.training.loop.decoded_acceptance", fail)
+    summary, _ = run_quietly(
+        tiny_recipe(root, tmp_path / "run", data__heldout=root / "heldout.jsonl", training__evaluate_prompts=2)
+    )
+    assert (summary.drafter / "model.safetensors").is_file()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    assert "all responses ended" in lines
 
 
 def test_evaluation_without_prompts_is_refused_at_the_start(root: Path, tmp_path: Path):

@@ -109,8 +109,8 @@ def compare_lossless(
     """Compare block decoding's responses with plain decoding's, token by token.
 
     With a ``target`` and temperature 0 each first difference is judged by the target's logits there, from one uncached
-    pass: ``near_tie`` is true when the two tokens' logits differ by at most 8 roundings of the target's dtype at the
-    top logit's size (in bfloat16 about 3% of it), which is what the rounding of many layers can turn over. In float32
+    pass: ``near_tie`` is true when both tokens' logits are below the top one by at most 8 roundings of the target's
+    dtype at the top logit's size (in bfloat16 about 3% of it), which is what the rounding of many layers can turn over. In float32
     a difference is a fault, whatever the gap.
     """
     differences: list[dict[str, Any]] = []
@@ -136,8 +136,10 @@ def _logit_gap(target: Target, prefix: Sequence[int], plain: int, speculative: i
         logits = prefill(DecoderCall(target), [prefix], None).logits[0]
     top = logits.float().topk(2).values
     gap = float((logits[plain].float() - logits[speculative].float()).abs())
+    # Both must be near the top: two tokens that are alike, but far below it, are a fault.
+    below_top = float(top[0] - torch.minimum(logits[plain], logits[speculative]).float())
     limit = _NEAR_TIE_ROUNDINGS * torch.finfo(logits.dtype).eps * float(top[0].abs()) / 2
-    return {"logit_gap": gap, "top2_gap": float(top[0] - top[1]), "near_tie": gap <= limit}
+    return {"logit_gap": gap, "top2_gap": float(top[0] - top[1]), "near_tie": below_top <= limit}
 
 
 def evaluate(

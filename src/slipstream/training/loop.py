@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.drafter.anchors import sample_blocks
 from slipstream.drafter.store import load_drafter, save_drafter
-from slipstream.errors import CheckpointError
+from slipstream.errors import CheckpointError, DecodingError
 from slipstream.training.checkpoint import TrainingState, save_checkpoint
 from slipstream.training.directory import RunDirectory
 from slipstream.training.fault import stop_at_fault
@@ -196,6 +196,8 @@ class Trainer:
         display = TrainingDisplay(self.console, steps=self.run.steps, start=self.progress(self.step))
         try:
             with Interrupts() as interrupts, display:
+                if self.resumed_from is not None and self.finished():
+                    self._write_drafter()
                 if self.resumed_from is not None and self._evaluation_due(self.finished()):
                     done = last_line(self.directory.metrics, "evaluation")
                     if done is None or done["step"] < self.step:  # killed between this checkpoint and its evaluation
@@ -213,9 +215,6 @@ class Trainer:
                             "continue with --resume"
                         )
                         raise KeyboardInterrupt
-            save_drafter(
-                self.run.draft_model, self.run.config, self.directory.drafter, dtype=torch.float32, overwrite=True
-            )
             log.sync()
             self._say(f"drafter after {self.step} steps, {duration(self.elapsed())}: {self.directory.drafter}")
         finally:
@@ -237,8 +236,13 @@ class Trainer:
         evaluation = self._evaluation_due(last)
         if evaluation or self._due(self.settings.checkpoint_every, last):
             self.save(log)
+        if last:  # before the evaluation: whatever that meets, the trained drafter is there
+            self._write_drafter()
         if evaluation:
             self._evaluate(log, display)
+
+    def _write_drafter(self) -> None:
+        save_drafter(self.run.draft_model, self.run.config, self.directory.drafter, dtype=torch.float32, overwrite=True)
 
     def _report(self, log: MetricsLog, display: TrainingDisplay) -> None:
         values = self.window.report()
@@ -268,7 +272,12 @@ class Trainer:
     def _evaluate(self, log: MetricsLog, display: TrainingDisplay) -> None:
         start, elapsed = time.monotonic(), self.elapsed()
         drafter = self.directory.checkpoints / f"step-{self.step}" / "drafter"
-        values = decoded_acceptance(self.run.recipe, self.run.target, drafter, self.prompts)
+        try:
+            values = decoded_acceptance(self.run.recipe, self.run.target, drafter, self.prompts)
+        except DecodingError as error:  # a measurement that failed must not end a training run; it is said and logged
+            log.write("evaluation", self.step, {"failed": str(error), "elapsed": elapsed})
+            display.say(f"step {self.step}: decoded acceptance could not be measured: {error}")
+            return
         values["elapsed"] = elapsed
         log.write("evaluation", self.step, values)
         display.say(
