@@ -226,6 +226,12 @@ def print_result(result: EvalResult, console: Console) -> None:
             markup=False,
             soft_wrap=True,
         )
+        if even < 1:
+            console.print(
+                "a round cannot cost less than a plain step: something else slowed plain decoding; do not trust the speed-up",
+                style="yellow",
+                soft_wrap=True,
+            )
 
 
 def _trained_for(run: Path) -> str | None:

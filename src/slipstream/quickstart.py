@@ -102,9 +102,10 @@ def quickstart(overrides: Sequence[str] = (), *, dry_run: bool = False, console:
     console.print(said, markup=False, soft_wrap=True)
     console.print(
         "\nNext, for a model of your own:\n"
-        f"  cp {DATA / 'recipe.toml'} my.toml      and set target.path, data.train, data.heldout\n"
+        "  copy recipes/minimal.toml to my.toml   and set target.path, data.train (your prompts), data.heldout\n"
         "  slipstream prepare my.toml --regenerate --output answers.jsonl   the target's own answers; then data.train\n"
         "  slipstream prepare my.toml --show 3    look at what is supervised\n"
+        "  slipstream train my.toml --dry-run     sizes, memory, steps\n"
         "  slipstream preflight my.toml           prove the launch in about a minute\n"
         "  slipstream train my.toml\n"
         "  slipstream evaluate RUN\n"

@@ -110,8 +110,8 @@ def compare_lossless(
 
     With a ``target`` and temperature 0 each first difference is judged by the target's logits there, from one uncached
     pass: ``near_tie`` is true when both tokens' logits are below the top one by at most 8 roundings of the target's
-    dtype at the top logit's size (in bfloat16 about 3% of it), which is what the rounding of many layers can turn over. In float32
-    a difference is a fault, whatever the gap.
+    dtype at the top logit's size (in bfloat16 about 3% of it), which is what the rounding of many layers can turn
+    over. In float32 a difference is a fault, whatever the gap.
     """
     differences: list[dict[str, Any]] = []
     for number, (a, b) in enumerate(zip(plain, speculative, strict=True)):
