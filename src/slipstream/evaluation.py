@@ -228,7 +228,7 @@ def print_result(result: EvalResult, console: Console) -> None:
         )
         if even < 1:
             console.print(
-                "a round cannot cost less than a plain step: something else slowed plain decoding; do not trust the speed-up",
+                "a round cannot cost less than a plain step: other work slowed plain decoding; distrust the speed-up",
                 style="yellow",
                 soft_wrap=True,
             )
