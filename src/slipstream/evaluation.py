@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from slipstream.data.pack import PackedDataset
     from slipstream.records import EvalResult
+
+
+# Tokens that the bigram and trigram tables are counted on: dictionaries of about a gigabyte, counted in under a minute.
+TABLE_TOKENS = 5_000_000
 
 
 def evaluation_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
@@ -128,7 +133,7 @@ def evaluate_drafter(
         training: list[list[int]] = []
         if recipe.data.train:
             dataset = build_dataset(recipe.data, target.tokenizer, stop_ids=target.info.eos_ids)
-            training = [ids.tolist() for ids, _ in dataset.documents()]
+            training = table_documents(dataset, console)
         with EvaluationDisplay(console) as display:
             return evaluate(
                 target,
@@ -142,6 +147,26 @@ def evaluate_drafter(
             )
     finally:
         target.close()
+
+
+def table_documents(dataset: PackedDataset, console: Console, limit: int = TABLE_TOKENS) -> list[list[int]]:
+    """Return the documents that the n-gram tables are counted on: in the order of the rows, up to ``limit`` tokens.
+
+    The tables are dictionaries in memory; a whole large training set would not fit. A cut is said.
+    """
+    taken: list[list[int]] = []
+    tokens = 0
+    for ids, _ in dataset.documents():
+        if taken and tokens + len(ids) > limit:
+            console.print(
+                f"n-gram tables are counted on the first {tokens:,} of {dataset.report.tokens:,} training tokens",
+                markup=False,
+                soft_wrap=True,
+            )
+            break
+        taken.append(ids.tolist())
+        tokens += len(ids)
+    return taken
 
 
 class EvaluationDisplay:

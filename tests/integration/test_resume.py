@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import signal
 import subprocess
@@ -12,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 
 from slipstream.errors import CheckpointError, TrainingError
-from slipstream.training.trainer import train
 from support.tiny import save_tiny_target, tiny_tokenizer, write_conversations
-from support.tiny_run import command, lines, make_inputs, overrides, tiny_recipe
+from support.tiny_run import command, lines, make_inputs, overrides, quiet_train, tiny_recipe
 
 # Two micro-batches and two draws a step, and a metric window that the kill cuts in half.
 EXACT: dict[str, Any] = {
@@ -45,20 +42,6 @@ MEASURED = (
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("resume"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory):
-    patch = pytest.MonkeyPatch()
-    patch.setenv("SLIPSTREAM_CACHE", str(tmp_path_factory.mktemp("cache")))
-    yield
-    patch.undo()
-
-
-def quiet_train(recipe: Any, **options: Any) -> tuple[Any, str]:
-    console = Console(file=io.StringIO(), width=200)
-    summary = train(recipe, console=console, **options)
-    return summary, console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def kill_when(arguments: list[str], ready: Any, number: int) -> subprocess.Popen[str]:

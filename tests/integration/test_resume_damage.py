@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from slipstream.errors import CheckpointError, TrainingError
 from slipstream.training.plan import plan
-from slipstream.training.trainer import train
-from support.tiny_run import lines, make_inputs, tiny_recipe
+from support.tiny_run import lines, make_inputs, quiet_train, tiny_recipe
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("damage"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory):
-    patch = pytest.MonkeyPatch()
-    patch.setenv("SLIPSTREAM_CACHE", str(tmp_path_factory.mktemp("cache")))
-    yield
-    patch.undo()
-
-
-def quiet_train(recipe: Any, **options: Any) -> tuple[Any, str]:
-    console = Console(file=io.StringIO(), width=200)
-    summary = train(recipe, console=console, **options)
-    return summary, console.file.getvalue()  # type: ignore[attr-defined]
 
 
 SETTINGS = {"training__steps": 3, "training__checkpoint_every": 1, "training__keep_checkpoints": 2}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
 from pathlib import Path
@@ -11,35 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 
 from slipstream.drafter.store import load_drafter
 from slipstream.errors import CheckpointError, DataError, DecodingError, DrafterError, TrainingError
 from slipstream.recipe import load_recipe
-from slipstream.training import checkpoint, loop, trainer
+from slipstream.training import checkpoint, loop
 from slipstream.training.plan import plan
 from support.tiny import write_conversations
-from support.tiny_run import lines, make_inputs, tiny_recipe
+from support.tiny_run import lines, make_inputs, quiet_train, tiny_recipe
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("train"))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory):
-    patch = pytest.MonkeyPatch()
-    patch.setenv("SLIPSTREAM_CACHE", str(tmp_path_factory.mktemp("cache")))
-    yield
-    patch.undo()
-
-
-def run_quietly(recipe: Any, **options: Any) -> tuple[trainer.RunSummary, str]:
-    console = Console(file=io.StringIO(), width=200)
-    summary = trainer.train(recipe, argv=["slipstream", "train"], console=console, **options)
-    return summary, console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_run_leaves_everything_that_it_promises(root: Path, tmp_path: Path):
@@ -52,7 +36,7 @@ def test_a_run_leaves_everything_that_it_promises(root: Path, tmp_path: Path):
         "training__keep_checkpoints": 2,
     }
     recipe = tiny_recipe(root, run, data__heldout=root / "heldout.jsonl", **settings)
-    summary, output = run_quietly(recipe)
+    summary, output = quiet_train(recipe, argv=["slipstream", "train"])
     assert {"run.json", "recipe.toml", "metrics.jsonl", "tensorboard", "checkpoints", "drafter"} <= set(os.listdir(run))
     assert load_recipe(run / "recipe.toml") == recipe
     record = json.loads((run / "run.json").read_text())
@@ -90,7 +74,7 @@ def test_a_run_leaves_everything_that_it_promises(root: Path, tmp_path: Path):
 
 
 def test_the_norms_move_and_the_loss_falls(root: Path, tmp_path: Path):
-    summary, _ = run_quietly(tiny_recipe(root, tmp_path / "run", training__steps=25, training__learning_rate=0.003))
+    summary, _ = quiet_train(tiny_recipe(root, tmp_path / "run", training__steps=25, training__learning_rate=0.003))
     losses = [row["loss"] for row in lines(summary.directory)]
     assert losses[-1] < losses[0] - 0.3
     draft_model, _ = load_drafter(summary.drafter)
@@ -100,9 +84,9 @@ def test_the_norms_move_and_the_loss_falls(root: Path, tmp_path: Path):
 
 
 def test_the_same_recipe_gives_the_same_weights(root: Path, tmp_path: Path):
-    one, _ = run_quietly(tiny_recipe(root, tmp_path / "a"))
-    two, _ = run_quietly(tiny_recipe(root, tmp_path / "b"))
-    other, _ = run_quietly(tiny_recipe(root, tmp_path / "c", run__seed=1))
+    one, _ = quiet_train(tiny_recipe(root, tmp_path / "a"))
+    two, _ = quiet_train(tiny_recipe(root, tmp_path / "b"))
+    other, _ = quiet_train(tiny_recipe(root, tmp_path / "c", run__seed=1))
     a, b, c = (load_file(s.drafter / "model.safetensors") for s in (one, two, other))
     assert all(torch.equal(a[k], b[k]) for k in a)
     assert any(not torch.equal(a[k], c[k]) for k in a)
@@ -113,21 +97,21 @@ def test_an_existing_run_directory_is_never_touched(root: Path, tmp_path: Path):
     run.mkdir()
     (run / "precious").write_text("mine")
     with pytest.raises(TrainingError, match=r"run exists and is not overwritten; continue it with --resume, or choose"):
-        run_quietly(tiny_recipe(root, run))
+        quiet_train(tiny_recipe(root, run))
     assert os.listdir(run) == ["precious"]
     file = tmp_path / "file"
     file.write_text("mine")
     with pytest.raises(TrainingError, match="exists and is not overwritten"):
-        run_quietly(tiny_recipe(root, file))
+        quiet_train(tiny_recipe(root, file))
     (tmp_path / "empty").mkdir()
-    run_quietly(tiny_recipe(root, tmp_path / "empty", training__steps=1))
+    quiet_train(tiny_recipe(root, tmp_path / "empty", training__steps=1))
 
 
 def test_a_mistake_in_the_data_leaves_no_run_directory(root: Path, tmp_path: Path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     with pytest.raises(DataError):
-        run_quietly(tiny_recipe(root, tmp_path / "run", data__train=empty))
+        quiet_train(tiny_recipe(root, tmp_path / "run", data__train=empty))
     assert not (tmp_path / "run").exists()
 
 
@@ -138,7 +122,7 @@ def test_an_evaluation_that_fails_costs_neither_the_run_nor_the_drafter(
         raise DecodingError("all responses ended with their first token")
 
     monkeypatch.setattr("slipstream.training.loop.decoded_acceptance", fail)
-    summary, _ = run_quietly(
+    summary, _ = quiet_train(
         tiny_recipe(root, tmp_path / "run", data__heldout=root / "heldout.jsonl", training__evaluate_prompts=2)
     )
     assert (summary.drafter / "model.safetensors").is_file()
@@ -148,7 +132,7 @@ def test_an_evaluation_that_fails_costs_neither_the_run_nor_the_drafter(
 
 def test_evaluation_without_prompts_is_refused_at_the_start(root: Path, tmp_path: Path):
     with pytest.raises(TrainingError, match=r"training\.evaluate_every is 2, but there are no held-out prompts"):
-        run_quietly(tiny_recipe(root, tmp_path / "run", training__evaluate_every=2))
+        quiet_train(tiny_recipe(root, tmp_path / "run", training__evaluate_every=2))
     assert not (tmp_path / "run").exists()
 
 
@@ -157,14 +141,14 @@ def test_preflight_sees_the_prepared_run_and_can_stop_it(root: Path, tmp_path: P
         assert not (tmp_path / "run").exists()
         return {"block": run.config.block_size}
 
-    run_quietly(tiny_recipe(root, tmp_path / "run", training__steps=1), preflight=check)
+    quiet_train(tiny_recipe(root, tmp_path / "run", training__steps=1), preflight=check)
     assert json.loads((tmp_path / "run" / "preflight.json").read_text()) == {"block": 8}
 
     def refuse(_: Any) -> dict[str, Any]:
         raise TrainingError("no")
 
     with pytest.raises(TrainingError, match="no"):
-        run_quietly(tiny_recipe(root, tmp_path / "other"), preflight=refuse)
+        quiet_train(tiny_recipe(root, tmp_path / "other"), preflight=refuse)
     assert not (tmp_path / "other").exists()
 
 
@@ -172,7 +156,7 @@ def test_minutes_end_a_run_and_shape_its_schedule(root: Path, tmp_path: Path):
     recipe = tiny_recipe(
         root, tmp_path / "run", training__steps=0, training__epochs=0, training__max_minutes=0.02, training__log_every=1
     )
-    summary, output = run_quietly(recipe)
+    summary, output = quiet_train(recipe)
     rates = [row["learning_rate"] for row in lines(summary.directory)]
     assert summary.steps >= 3
     assert summary.elapsed <= 0.02 * 60 + 1
@@ -181,15 +165,15 @@ def test_minutes_end_a_run_and_shape_its_schedule(root: Path, tmp_path: Path):
 
 
 def test_warm_start_begins_from_those_weights_and_refuses_another_shape(root: Path, tmp_path: Path):
-    first, _ = run_quietly(tiny_recipe(root, tmp_path / "a", training__steps=12, training__learning_rate=0.003))
-    second, _ = run_quietly(
+    first, _ = quiet_train(tiny_recipe(root, tmp_path / "a", training__steps=12, training__learning_rate=0.003))
+    second, _ = quiet_train(
         tiny_recipe(root, tmp_path / "b", drafter__warm_start=first.drafter, training__learning_rate=1e-9)
     )
     a, b = (load_file(s.drafter / "model.safetensors") for s in (first, second))
     for name, value in a.items():
         torch.testing.assert_close(b[name], value, atol=1e-6, rtol=0)
     with pytest.raises(DrafterError, match=r"has layers = 2, this recipe has 1; set drafter\.layers"):
-        run_quietly(tiny_recipe(root, tmp_path / "c", drafter__warm_start=first.drafter, drafter__layers=1))
+        quiet_train(tiny_recipe(root, tmp_path / "c", drafter__warm_start=first.drafter, drafter__layers=1))
 
 
 def test_a_loss_that_is_not_finite_stops_with_the_batch_and_state_saved(
@@ -209,7 +193,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_batch_and_state_saved(
         root, run, training__steps=6, training__accumulation=2, training__checkpoint_every=1, training__log_every=1
     )
     with pytest.raises(TrainingError) as caught:
-        run_quietly(recipe)
+        quiet_train(recipe)
     message = str(caught.value)
     place = run / "not-finite-step-3"
     assert "step 3: the loss of micro-batch 5 is not finite" in message
@@ -239,12 +223,12 @@ def test_a_full_disk_during_a_checkpoint_is_one_line_and_keeps_the_older_one(
     monkeypatch.setattr(checkpoint, "save_file", full)
     run = tmp_path / "run"
     with pytest.raises(CheckpointError, match="step-4 cannot be written: No space left on device; older") as caught:
-        run_quietly(tiny_recipe(root, run, training__steps=6, training__checkpoint_every=2))
+        quiet_train(tiny_recipe(root, run, training__steps=6, training__checkpoint_every=2))
     assert "\n" not in str(caught.value)
     assert os.listdir(run / "checkpoints") == ["step-2"]
     monkeypatch.undo()
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
-    summary, _ = run_quietly(tiny_recipe(root, run, training__steps=6, training__checkpoint_every=2), resume=True)
+    summary, _ = quiet_train(tiny_recipe(root, run, training__steps=6, training__checkpoint_every=2), resume=True)
     assert [row["step"] for row in lines(run)] == [1, 2, 3, 4, 5, 6]
     assert summary.steps == 6
 
@@ -262,7 +246,7 @@ def test_rows_without_any_anchor_do_not_break_a_step(root: Path, tmp_path: Path,
         return found
 
     monkeypatch.setattr(PackedDataset, "batch", batch)
-    summary, _ = run_quietly(tiny_recipe(root, tmp_path / "run", training__accumulation=2))
+    summary, _ = quiet_train(tiny_recipe(root, tmp_path / "run", training__accumulation=2))
     rows = lines(summary.directory)
     assert [row["empty_steps"] for row in rows] == [0, 0, 1, 0]
     assert rows[2]["loss"] is None
@@ -278,7 +262,7 @@ def test_the_plan_names_what_train_would_do(root: Path, tmp_path: Path):
     assert shown["device"] in ("cpu", "cuda:0")
     assert shown["target layers read"] == [1, 2, 3, 4, 5]
     assert shown["mask token"].startswith("262 ")
-    summary, output = run_quietly(recipe)
+    summary, output = quiet_train(recipe)
     assert shown["steps"] == str(summary.steps)
     parameters = sum(p.numel() for p in load_drafter(summary.drafter)[0].parameters())
     assert shown["drafter parameters"] == f"{parameters:,}"
@@ -314,7 +298,7 @@ def test_the_plan_reads_every_family_without_its_weights(root: Path, tmp_path: P
 def test_bad_settings_stop_before_anything_is_written(root: Path, tmp_path: Path, change: dict, message: str):
     from slipstream.errors import SlipstreamError
 
-    for start in (run_quietly, plan):
+    for start in (quiet_train, plan):
         with pytest.raises(SlipstreamError, match=message) as caught:
             start(tiny_recipe(root, tmp_path / "run", **change))
         assert "\n" not in str(caught.value)
@@ -329,6 +313,6 @@ def test_conversations_of_another_run_can_be_read_from_the_cache(root: Path, tmp
     before = set(cache.glob("*.safetensors")) if cache.exists() else set()
     plan(recipe)
     middle = set(cache.glob("*.safetensors"))
-    run_quietly(recipe)
+    quiet_train(recipe)
     assert len(middle - before) == 1
     assert set(cache.glob("*.safetensors")) == middle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -60,6 +61,17 @@ def command(arguments: list[str], *, resume: bool = False) -> tuple[list[str], d
     environment = {**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{here.parents[1]}", "OMP_NUM_THREADS": "1"}
     program = "from support.tiny_run import main; main()"
     return [sys.executable, "-c", program, *(["--resume"] if resume else []), *arguments], environment
+
+
+def quiet_train(recipe: Recipe, **options: Any) -> tuple[Any, str]:
+    """Train in this process; return the summary and what was printed."""
+    from rich.console import Console
+
+    from slipstream.training.trainer import train
+
+    console = Console(file=io.StringIO(), width=200)
+    summary = train(recipe, console=console, **options)
+    return summary, console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def lines(run: Path, kind: str = "train") -> list[dict[str, Any]]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from rich.console import Console
 
 from slipstream.errors import DecodingError
-from slipstream.evaluation import refuse_lossy
+from slipstream.evaluation import refuse_lossy, table_documents
 from slipstream.records import EvalResult
 
 
@@ -40,3 +44,14 @@ def test_equal_responses_and_near_ties_pass() -> None:
 def test_any_other_difference_is_an_error_that_names_it() -> None:
     with pytest.raises(DecodingError, match=r"1 of 4 greedy responses .* token 3 of prompt 1"):
         refuse_lossy(result({"prompt": 0, "near_tie": True}, {"prompt": 1, "position": 3, "near_tie": False}))
+
+
+def test_tables_are_counted_on_a_bounded_part_and_a_cut_is_said() -> None:
+    documents = [(np.arange(n, dtype=np.int32), np.ones(n, bool)) for n in (4, 3, 5)]
+    dataset: Any = SimpleNamespace(documents=lambda: iter(documents), report=SimpleNamespace(tokens=12))
+    told = io.StringIO()
+    console = Console(file=told, width=200)
+    assert table_documents(dataset, console, limit=8) == [[0, 1, 2, 3], [0, 1, 2]]
+    assert "first 7 of 12" in told.getvalue()
+    assert [len(d) for d in table_documents(dataset, console, limit=12)] == [4, 3, 5]
+    assert [len(d) for d in table_documents(dataset, console, limit=1)] == [4]

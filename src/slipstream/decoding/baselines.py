@@ -115,7 +115,7 @@ def baseline_taus(
     training_sequences: what the tables are counted on; without any, only ``prompt_lookup`` is returned.
     A drafter none of whose passes is whole (short answers, all accepted) gets the block size, its upper bound.
     """
-    lists = [[int(t) for t in s] for s in training_sequences]
+    lists = list(training_sequences)
     bigram, trigram = NextTokenTable(lists, 1), NextTokenTable(lists, 2)
     walks: dict[str, list[int]] = {"prompt_lookup": []}
     if lists:

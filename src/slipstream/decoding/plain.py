@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,8 +75,33 @@ def decode_plain(
     first_index: int = 0,
 ) -> Decoded:
     """As ``generate_plain``, with the cost split into prefill and rounds."""
-    check_prompts(prompts, target.info, max_new_tokens=max_new_tokens, batch_size=batch_size)
     check_temperature(temperature)
+    return decode_batches(
+        target,
+        prompts,
+        lambda call, rows, clock: _decode_batch(call, rows, max_new_tokens, temperature, seed, clock),
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        progress=progress,
+        first_index=first_index,
+    )
+
+
+def decode_batches(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    decode: Callable[[DecoderCall, list[Response], Clock], list[Response]],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    progress: Progress | None,
+    first_index: int,
+) -> Decoded:
+    """Check the prompts, decode them batch by batch with ``decode`` (to the end of each), and time it all.
+
+    Plain and block decoding share it, so that both pay for the same things.
+    """
+    check_prompts(prompts, target.info, max_new_tokens=max_new_tokens, batch_size=batch_size)
     call = DecoderCall(target)
     finished: dict[int, Generation] = {}
     clock = Clock(target.device)
@@ -90,7 +115,7 @@ def decode_plain(
     with on_device(target.device):
         clock.start()
         for batch in plan:
-            for response in _decode_batch(call, batch, max_new_tokens, temperature, seed, clock):
+            for response in decode(call, batch, clock):
                 finished[response.index - first_index] = response.as_generation()
                 if progress is not None:
                     progress(len(finished), len(prompts))

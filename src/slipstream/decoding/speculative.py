@@ -24,18 +24,18 @@ import torch
 from slipstream.decoding.plain import (
     Clock,
     check_finite,
+    decode_batches,
     decode_plain,
     draw_noise,
     generate_plain,
 )
 from slipstream.decoding.prefill import DecoderCall, prefill
 from slipstream.decoding.proposer import DrafterProposer, Proposer, resolve_block_size
-from slipstream.decoding.responses import Decoded, Progress, Response, SpeculativeGeneration, batches, check_prompts
+from slipstream.decoding.responses import Decoded, Progress, Response, SpeculativeGeneration
 from slipstream.decoding.rollback import TargetState
 from slipstream.decoding.sampling import check_temperature, choose
 from slipstream.records import Generation
 from slipstream.target.features import tap_layers
-from slipstream.target.kernels import on_device
 
 if TYPE_CHECKING:
     from slipstream.drafter.config import DrafterConfig
@@ -111,27 +111,18 @@ def decode_speculative(
     first_index: int = 0,
 ) -> Decoded:
     """As ``generate_speculative``, for any source of drafts, with the cost split into prefill and rounds."""
-    check_prompts(prompts, target.info, max_new_tokens=max_new_tokens, batch_size=batch_size)
     check_temperature(temperature)
-    call = DecoderCall(target)
-    clock = Clock(target.device)
-    finished: dict[int, Generation] = {}
-    plan = batches(
+    return decode_batches(
+        target,
         prompts,
-        batch_size=batch_size,
+        lambda call, rows, clock: _decode_batch(
+            call, proposer, rows, block_size, max_new_tokens, temperature, seed, clock
+        ),
         max_new_tokens=max_new_tokens,
-        eos_ids=target.info.eos_ids,
+        batch_size=batch_size,
+        progress=progress,
         first_index=first_index,
     )
-    with on_device(target.device):
-        clock.start()
-        for batch in plan:
-            for response in _decode_batch(call, proposer, batch, block_size, max_new_tokens, temperature, seed, clock):
-                finished[response.index - first_index] = response.as_generation()
-                if progress is not None:
-                    progress(len(finished), len(prompts))
-        clock.stop()
-    return clock.decoded([finished[i] for i in range(len(prompts))])
 
 
 def _decode_batch(

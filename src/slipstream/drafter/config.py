@@ -219,10 +219,12 @@ def spread_layer_ids(num_layers: int, count: int = 5) -> tuple[int, ...]:
 
     Raises DrafterError when the target is too shallow for so many.
     """
-    if count == 1:
-        return (num_layers // 2,)
-    ids = tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
-    if len(set(ids)) < count or ids[0] < 0 or ids[-1] > num_layers - 2:
+    if count < 1:
+        raise DrafterError(f"{count} layers cannot be read; read at least one")
+    ids: tuple[int, ...] = (num_layers // 2,)
+    if count > 1:
+        ids = tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+    if any(b <= a for a, b in pairwise(ids)) or ids[0] < 0 or ids[-1] > num_layers - 2:
         raise DrafterError(
             f"a target of {num_layers} layers is too shallow for {count} evenly spread target_layer_ids; "
             "set drafter.target_layer_ids"

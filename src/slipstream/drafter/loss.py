@@ -124,9 +124,14 @@ class _FrozenHeadLoss(torch.autograd.Function):
         return gradient * outer[0].to(gradient.dtype), None, None, None, None, None, None
 
 
+def chunk_rows(vocab_rows: int) -> int:
+    """Return how many rows of float32 logits make about 256 MiB; at least one."""
+    return max(1, LOGIT_BYTES // (4 * vocab_rows))
+
+
 def blocks_per_chunk(chunk: int, block_size: int, head_weight: Tensor) -> int:
     """Return how many whole blocks fit in ``chunk`` rows of logits (0: about 256 MiB of them); at least one."""
-    rows = chunk or LOGIT_BYTES // (head_weight.shape[0] * head_weight.element_size())
+    rows = chunk or chunk_rows(head_weight.shape[0])
     return max(1, rows // (block_size - 1))
 
 

@@ -35,24 +35,6 @@ _LEAK_TOLERANCE_LOW = 2e-2
 _MEDIAN_TOLERANCE_LOW = 0.1
 
 
-def default_layer_ids(num_layers: int, count: int = 5) -> tuple[int, ...]:
-    """Return ``count`` layers spread over layers 1 to N-3, as z-lab's ``build_target_layer_ids`` does.
-
-    One layer: N // 2. Else ``round(1 + i * (N - 4) / (count - 1))`` with Python's rounding (halves to even).
-    Raises TargetError where the target has too few layers for distinct ones.
-    """
-    if count < 1:
-        raise TargetError(f"{count} layers cannot be read; read at least one")
-    ids: tuple[int, ...] = (num_layers // 2,)
-    if count > 1:
-        ids = tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
-    if any(b <= a for a, b in pairwise(ids)) or ids[0] < 0 or ids[-1] > num_layers - 2:
-        raise TargetError(
-            f"a target of {num_layers} layers has no {count} layers to read by default; set drafter.target_layer_ids"
-        )
-    return ids
-
-
 def validate_layer_ids(ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
     """Return the ids as a tuple. Raises TargetError unless they are strictly increasing within 0 .. N-2.
 

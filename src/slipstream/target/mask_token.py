@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Container
 from typing import Any
 
+from slipstream.data.template import template_text
 from slipstream.errors import DrafterError
 
 _SPARE_NAME = re.compile(r"reserved|unused|mask", re.IGNORECASE)
@@ -39,7 +40,7 @@ def resolve_mask_token(
     for token_id in range(first_free, vocab_rows):
         if token_id not in barred and token_id not in used:
             return token_id
-    template = _template_text(tokenizer)
+    template = template_text(tokenizer)
     specials = {
         i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special and i < vocab_rows
     }
@@ -80,11 +81,3 @@ def _checked(
         text = tokenizer.convert_ids_to_tokens(requested)
         raise DrafterError(f"mask token {requested} ({text!r}) occurs in the training data; {cure}")
     return requested
-
-
-def _template_text(tokenizer: Any) -> str:
-    """Return the source of every chat template of the tokenizer."""
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, dict):
-        return "\n".join(str(text) for text in template.values())
-    return template or ""

@@ -58,16 +58,22 @@ def resolve_path(path: str) -> Path | str:
     )
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Say whether ``device`` multiplies bfloat16 in hardware: CUDA from 8.0, CPUs with AVX512-BF16 or AMX."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)[0] >= 8
+    if hasattr(torch.cpu, "get_capabilities"):
+        found = torch.cpu.get_capabilities()
+        return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    probes = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return any(probe() for probe in probes if probe is not None)
+
+
 def resolve_dtype(setting: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of a setting. auto: bfloat16 where the device computes in it natively, else float32."""
+    """Return the dtype of a setting. auto: bfloat16 where the device multiplies it in hardware, else float32."""
     if setting != "auto":
         return _DTYPES[setting]
-    if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        native = device.type == "cpu" and any(getattr(torch.cpu, probe, bool)() for probe in probes)
-    return torch.bfloat16 if native else torch.float32
+    return torch.bfloat16 if has_bfloat16(device) else torch.float32
 
 
 def local_directory(config: TargetConfig, *, weights: bool = True) -> Path:

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from slipstream.errors import TrainingError
+from slipstream.target.source import has_bfloat16
 
 
 def resolve_device(requested: str) -> torch.device:
@@ -32,17 +33,6 @@ def resolve_device(requested: str) -> torch.device:
             f"run.device is {requested!r}, but there are {torch.cuda.device_count()} GPUs, counted from 0"
         )
     return torch.device("cuda", index)
-
-
-def has_bfloat16(device: torch.device) -> bool:
-    """Say whether ``device`` multiplies bfloat16 in hardware: CUDA from 8.0, CPUs with AVX512-BF16 or AMX."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device)[0] >= 8
-    if hasattr(torch.cpu, "get_capabilities"):
-        found = torch.cpu.get_capabilities()
-        return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
-    probes = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
-    return any(probe() for probe in probes if probe is not None)
 
 
 def resolve_precision(requested: Literal["auto", "bfloat16", "float32"], device: torch.device) -> torch.dtype:

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from slipstream.config import TrainingConfig, default_gamma
-from slipstream.drafter.loss import chunked_loss
+from slipstream.drafter.loss import chunk_rows, chunked_loss
 from slipstream.records import FeatureBatch, StepResult
 
 if TYPE_CHECKING:
     from slipstream.drafter.anchors import Blocks
     from slipstream.drafter.attention import Attention
     from slipstream.drafter.model import DraftModel
-
-LOGITS_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +37,7 @@ def resolve_step_settings(
 ) -> StepSettings:
     """Fill in gamma and the head's chunk: whole blocks, with float32 logits of about 256 MiB."""
     slots = block_size - 1
-    rows = training.head_chunk or LOGITS_BYTES // (4 * vocab_rows)
+    rows = training.head_chunk or chunk_rows(vocab_rows)
     return StepSettings(
         block_size=block_size,
         loss=training.loss,

@@ -83,10 +83,28 @@ def test_a_mixture_of_experts_gives_a_width_of_three_hidden_sizes():
         (40, 5, (1, 10, 19, 28, 37)),
         (8, 5, (1, 2, 3, 4, 5)),
         (36, 1, (18,)),
+        (30, 5, (1, 8, 14, 20, 27)),  # 7.5 and 20.5 round to even
     ],
 )
 def test_layer_ids_are_spread_as_published(layers, count, ids):
     assert spread_layer_ids(layers, count) == ids
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 8])
+def test_layer_ids_spread_from_1_to_n_minus_3(count):
+    for layers in range(16, 97):
+        ids = spread_layer_ids(layers, count)
+        assert len(ids) == count
+        assert list(ids) == sorted(set(ids))
+        assert 0 <= ids[0] <= ids[-1] <= layers - 2
+        if count > 1:
+            assert (ids[0], ids[-1]) == (1, layers - 3)
+
+
+@pytest.mark.parametrize(("layers", "count"), [(4, 5), (7, 5), (3, 2), (1, 1), (8, 0)])
+def test_too_few_layers_to_spread(layers, count):
+    with pytest.raises(DrafterError):
+        spread_layer_ids(layers, count)
 
 
 def test_a_shallow_target_needs_explicit_layer_ids():

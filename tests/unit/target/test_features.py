@@ -9,7 +9,7 @@ import torch
 
 from slipstream.errors import TargetError
 from slipstream.records import PackedBatch
-from slipstream.target.features import FeatureReader, default_layer_ids, tap_layers, validate_layer_ids
+from slipstream.target.features import FeatureReader, tap_layers, validate_layer_ids
 from slipstream.target.model import Target
 from support.tiny import FAMILIES, HIDDEN, tiny_tokenizer
 from unit.target.conftest import documents_of, load_in, packed_batch
@@ -229,30 +229,6 @@ def test_chunked_attention_is_read_unpacked(target_of, monkeypatch, capsys):
     monkeypatch.setattr(target.model.config, "attention_chunk_size", 8192, raising=False)
     assert FeatureReader(target, IDS).mode == "unpacked"
     assert "attend within chunks" in capsys.readouterr().err
-
-
-def test_default_layer_ids_are_those_of_the_published_drafters():
-    assert default_layer_ids(36) == (1, 9, 17, 25, 33)
-    assert default_layer_ids(64) == (1, 16, 31, 46, 61)
-    assert default_layer_ids(40) == (1, 10, 19, 28, 37)
-    assert default_layer_ids(8) == (1, 2, 3, 4, 5)
-    assert default_layer_ids(36, 1) == (18,)
-    assert default_layer_ids(30) == (1, 8, 14, 20, 27)  # 7.5 and 20.5 round to even
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 8])
-def test_default_layer_ids_spread_from_1_to_n_minus_3(count):
-    for layers in range(16, 97):
-        ids = default_layer_ids(layers, count)
-        assert validate_layer_ids(ids, layers) == ids
-        if count > 1:
-            assert (ids[0], ids[-1]) == (1, layers - 3)
-
-
-@pytest.mark.parametrize(("layers", "count"), [(4, 5), (7, 5), (3, 2), (1, 1), (8, 0)])
-def test_too_few_layers_for_the_default(layers, count):
-    with pytest.raises(TargetError):
-        default_layer_ids(layers, count)
 
 
 @pytest.mark.parametrize(

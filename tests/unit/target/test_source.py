@@ -12,7 +12,7 @@ from slipstream.config import TargetConfig
 from slipstream.errors import TargetError
 from slipstream.target.description import describe_target
 from slipstream.target.model import load_target, load_tokenizer, resolve_path
-from slipstream.target.source import resolve_dtype
+from slipstream.target.source import has_bfloat16, resolve_dtype
 from support.tiny import save_tiny_target, tiny_tokenizer
 from unit.target.conftest import load_in
 
@@ -228,23 +228,28 @@ def test_remote_code_is_not_run_unasked(directory):
 def test_dtype_setting(monkeypatch):
     cpu = torch.device("cpu")
     assert resolve_dtype("float16", cpu) == torch.float16
-    for bf16, amx, expected in (
-        (False, False, torch.float32),
-        (True, False, torch.bfloat16),
-        (False, True, torch.bfloat16),
+    for found, expected in (
+        ({"avx2": True}, torch.float32),
+        ({"avx512_bf16": True}, torch.bfloat16),
+        ({"amx_bf16": True}, torch.bfloat16),
     ):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found, raising=False)
+        assert resolve_dtype("auto", cpu) == expected
+    for capability, expected in (((7, 5), torch.float32), ((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, answer=capability: answer)
+        assert resolve_dtype("auto", torch.device("cuda", 0)) == expected
+
+
+def test_older_torch_is_asked_by_its_probes(monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    for bf16, amx in ((True, False), (False, True), (False, False)):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda answer=bf16: answer, raising=False)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda answer=amx: answer, raising=False)
-        assert resolve_dtype("auto", cpu) == expected
+        assert has_bfloat16(cpu) is (bf16 or amx)
     monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")
     monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
-    assert resolve_dtype("auto", cpu) == torch.float32
-    asked = []
-    monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation: asked.append(including_emulation) or True
-    )
-    assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
-    assert asked == [False]
+    assert not has_bfloat16(cpu)
 
 
 def test_setting_decides_the_loaded_dtype(directory):

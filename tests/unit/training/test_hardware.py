@@ -47,15 +47,6 @@ def test_precision_follows_the_hardware(monkeypatch: pytest.MonkeyPatch):
     assert hardware.resolve_precision("bfloat16", CPU) == torch.bfloat16
 
 
-def test_older_torch_is_asked_by_its_probes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True, raising=False)
-    assert hardware.has_bfloat16(CPU)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False, raising=False)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
-    assert not hardware.has_bfloat16(CPU)
-
-
 def test_attention_follows_the_device():
     assert hardware.resolve_attention("auto", CPU) == "dense"
     assert hardware.resolve_attention("auto", torch.device("cuda")) == "flex"
