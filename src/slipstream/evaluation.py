@@ -170,42 +170,49 @@ def table_documents(dataset: PackedDataset, console: Console, limit: int = TABLE
 
 
 class EvaluationDisplay:
-    """Progress over plain and then block decoding of the same prompts: a bar on a terminal, lines elsewhere."""
+    """Progress over plain and then block decoding of the same prompts: a bar each on a terminal, lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self.console = console
-        self._bar = Progress(
-            TextColumn("decoding ({task.fields[stage]})"),
+        self._bars = Progress(
+            TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"),
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=None, stage="", rate="")
+        self._start("plain decoding")
+
+    def _start(self, stage: str) -> None:
+        self._stage = stage
+        self._bar = self._bars.add_task(stage, total=None, figures="")
         self._began = time.monotonic()
         self._told = 0
 
     def __enter__(self) -> EvaluationDisplay:
-        self._bar.start()
+        self._bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._bars.stop()
 
     def update(self, done: int, total: int) -> None:
         """Note that ``done`` of ``total`` responses have ended, the first half of them without the drafter."""
-        spent = time.monotonic() - self._began
-        stage = "plain" if done <= total // 2 else "with the drafter"
-        rate = f"{done / spent:.1f} responses/s"
-        self._bar.update(self._task, completed=done, total=total, stage=stage, rate=rate)
-        if not self.console.is_terminal and (tenth := 10 * done // total) > self._told:
-            self._told = tenth
-            left = spent * (total - done) / done
-            self.console.print(f"decoded {done} of {total} ({stage}): {rate}, about {left:.0f} s left", markup=False)
+        prompts = total // 2
+        ended = done if done <= prompts else done - prompts
+        spent = max(time.monotonic() - self._began, 1e-9)
+        left = f"took {spent:.0f} s" if ended == prompts else f"about {spent * (prompts - ended) / ended:.0f} s left"
+        figures = f"{ended / spent:.1f} prompts/s, {left}"
+        self._bars.update(self._bar, completed=ended, total=prompts, figures=figures)
+        if not self.console.is_terminal and (fifth := 5 * ended // prompts) > self._told:
+            self._told = fifth
+            text = f"{self._stage}: {ended} of {prompts} prompts, {figures}"
+            self.console.print(text, markup=False, soft_wrap=True)
+        if done == prompts:
+            self._start("with the drafter")
 
 
 def print_result(result: EvalResult, console: Console) -> None:
