@@ -74,9 +74,10 @@ class TrainingDisplay:
         return (time.monotonic() - self._began) / moved * (1.0 - self._progress) if moved > 0 else None
 
     def _where(self, step: int) -> str:
-        return (
-            f"step {step}/{self.steps}" if self.steps is not None else f"step {step} ({self._progress:.0%} of the time)"
-        )
+        """Return the step beside the limit that will bind at this pace: ``progress`` is ahead of the steps by time."""
+        if self.steps is None or self._progress > step / self.steps + 1e-9:
+            return f"step {step} ({self._progress:.0%} of the time limit)"
+        return f"step {step}/{self.steps}"
 
     def advance(self, step: int, progress: float) -> None:
         """Note a finished step. Host values only: nothing waits for the GPU."""

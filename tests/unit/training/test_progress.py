@@ -42,7 +42,23 @@ def test_time_based_runs_say_so_and_the_estimate_is_by_progress():
         assert left >= 0
         display.advance(8, 0.7)  # never backwards
         display.report(8, VALUES)
-    assert "step 8 (75% of the time)" in stream.getvalue()
+    assert "step 8 (75% of the time limit)" in stream.getvalue()
+
+
+def test_with_steps_and_minutes_the_limit_that_will_bind_is_shown():
+    stream = io.StringIO()
+    with TrainingDisplay(Console(file=stream, width=200), steps=82600, start=0.0) as display:
+        display.advance(100, 0.25)  # a quarter of the minutes: those steps will never be run
+        display.report(100, VALUES)
+    with TrainingDisplay(Console(file=stream, width=200), steps=30, start=0.0) as display:
+        for step in range(1, 30):
+            display.advance(step, step / 30)
+            display.report(step, VALUES)
+    told = stream.getvalue()
+    assert "step 100 (25% of the time limit)" in told
+    assert "82600" not in told
+    assert told.count("of the time limit") == 1
+    assert "step 29/30" in told
 
 
 def test_a_live_bar_on_a_terminal():
