@@ -161,7 +161,7 @@ def test_minutes_end_a_run_and_shape_its_schedule(root: Path, tmp_path: Path):
     assert summary.steps >= 3
     assert summary.elapsed <= 0.02 * 60 + 1
     assert rates[-1] < max(rates), "the rate falls towards the end of the time"
-    assert "of the time)" in output
+    assert "of the time limit)" in output
 
 
 def test_warm_start_begins_from_those_weights_and_refuses_another_shape(root: Path, tmp_path: Path):
