@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.config import DataConfig, DrafterSettings, Recipe, RunConfig, TargetConfig, TrainingConfig
-from slipstream.decoding.acceptance import compare_lossless, summarise
+from slipstream.decoding.acceptance import summarise
+from slipstream.decoding.losslessness import compare_lossless
 from slipstream.decoding.speculative import generate_plain, generate_speculative
 from slipstream.preflight.decoding_checks import Sample, best_tau, decoding_model, overfit_run, train_on
 from slipstream.training.session import prepare

@@ -1,4 +1,4 @@
-"""What decoding measured: acceptance, losslessness, and speed beside plain decoding and the free drafters.
+"""What decoding measured: acceptance, and speed beside plain decoding and the free drafters.
 
 How passes are counted, here and in ``baselines``: a *whole* pass counts what it committed, the bonus token included.
 The last pass of a response is *cut* when it had accepted more than the response could take (eos or the token limit
@@ -6,8 +6,11 @@ stood inside the accepted block). A cut pass says nothing about how far the draf
 positions and histogram; it stays in every measurement of speed. A perfect drafter so has tau = B. Only if a run has
 no whole pass at all are cut passes counted, with what they kept (``cut_passes_counted`` is then true).
 
-* tau: committed tokens / passes, over all responses (token-weighted);
-* tau per response: mean of each response's own tokens / passes, over responses with a counted pass;
+* tau: committed tokens / whole passes, over all responses (token-weighted);
+* tau of all passes: the same over every pass, cut ones with what they kept: tokens per target pass as they were paid
+  for, and what a server that counts every step shows. It is lower, the more so the shorter the responses;
+* tau per response: mean of each response's own tokens / whole passes; a response whose only pass was cut counts with
+  what that kept, so that short responses are not left out; one that ended with its first token has no pass;
 * acceptance by position k = 1..B-1: share of passes that accepted at least k drafts (cumulative), so that
   tau = 1 + sum of them;
 * histogram: passes that committed 1..B tokens.
@@ -19,17 +22,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from slipstream.decoding.baselines import baseline_taus
+from slipstream.decoding.losslessness import compare_lossless
 from slipstream.decoding.plain import decode_plain
-from slipstream.decoding.prefill import DecoderCall, prefill
 from slipstream.decoding.proposer import DrafterProposer, Proposer, resolve_block_size
 from slipstream.decoding.responses import Decoded, Progress
 from slipstream.decoding.speculative import decode_speculative
 from slipstream.errors import DecodingError
 from slipstream.records import EvalResult, Generation
-from slipstream.target.kernels import on_device
 
 if TYPE_CHECKING:
     from slipstream.config import EvaluationConfig
@@ -37,33 +37,19 @@ if TYPE_CHECKING:
     from slipstream.drafter.model import DraftModel
     from slipstream.target.model import Target
 
-_NEAR_TIE_ROUNDINGS = 8
-
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
     """Acceptance of a run; the module's text defines each number."""
 
     tau: float
+    tau_all_passes: float
     tau_per_response: float
     acceptance_by_position: tuple[float, ...]
     histogram: tuple[int, ...]
     passes: int
     cut_passes: int
     cut_passes_counted: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lossless:
-    """Responses compared, how many are equal, and the first difference of each other one.
-
-    A difference: ``prompt`` (its number), ``position`` (in the response), ``plain`` and ``speculative`` tokens, and for
-    greedy runs with a target ``logit_gap`` (between the two tokens), ``top2_gap`` and ``near_tie``.
-    """
-
-    responses: int
-    equal: int
-    first_differences: tuple[dict[str, Any], ...]
 
 
 def summarise(generations: Sequence[Generation], block_size: int) -> Acceptance:
@@ -87,9 +73,11 @@ def summarise(generations: Sequence[Generation], block_size: int) -> Acceptance:
             "use other prompts or raise evaluation.max_new_tokens"
         )
     histogram = tuple(lengths.count(n) for n in range(1, block_size + 1))
-    own = [sum(r) / len(r) for r in whole if r]
+    every = [n for g in generations for n in g.accept_lengths]
+    own = [sum(r) / len(r) for r in (w or g.accept_lengths for w, g in zip(whole, generations, strict=True)) if r]
     return Acceptance(
         tau=sum(lengths) / len(lengths),
+        tau_all_passes=sum(every) / len(every),
         tau_per_response=sum(own) / len(own),
         acceptance_by_position=tuple(sum(histogram[k:]) / len(lengths) for k in range(1, block_size)),
         histogram=histogram,
@@ -97,49 +85,6 @@ def summarise(generations: Sequence[Generation], block_size: int) -> Acceptance:
         cut_passes=cut_passes,
         cut_passes_counted=none_whole,
     )
-
-
-def compare_lossless(
-    plain: Sequence[Generation],
-    speculative: Sequence[Generation],
-    *,
-    target: Target | None = None,
-    temperature: float = 0.0,
-) -> Lossless:
-    """Compare block decoding's responses with plain decoding's, token by token.
-
-    With a ``target`` and temperature 0 each first difference is judged by the target's logits there, from one uncached
-    pass: ``near_tie`` is true when both tokens' logits are below the top one by at most 8 roundings of the target's
-    dtype at the top logit's size (in bfloat16 about 3% of it), which is what the rounding of many layers can turn
-    over. In float32 a difference is a fault, whatever the gap.
-    """
-    differences: list[dict[str, Any]] = []
-    for number, (a, b) in enumerate(zip(plain, speculative, strict=True)):
-        if a.prompt_ids != b.prompt_ids:
-            raise DecodingError(f"response {number} of the two runs answers different prompts; decode the same prompts")
-        if a.output_ids == b.output_ids:
-            continue
-        pairs = zip(a.output_ids, b.output_ids, strict=False)
-        at = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a.output_ids), len(b.output_ids)))
-        mine, its = (o[at] if at < len(o) else None for o in (a.output_ids, b.output_ids))
-        difference: dict[str, Any] = {"prompt": number, "position": at, "plain": mine, "speculative": its}
-        if target is not None and temperature == 0 and mine is not None and its is not None:
-            difference.update(_logit_gap(target, [*a.prompt_ids, *a.output_ids[:at]], mine, its))
-        differences.append(difference)
-    return Lossless(responses=len(plain), equal=len(plain) - len(differences), first_differences=tuple(differences))
-
-
-@torch.inference_mode()
-def _logit_gap(target: Target, prefix: Sequence[int], plain: int, speculative: int) -> dict[str, Any]:
-    """Return how close the two tokens' logits are after ``prefix``."""
-    with on_device(target.device):
-        logits = prefill(DecoderCall(target), [prefix], None).logits[0]
-    top = logits.float().topk(2).values
-    gap = float((logits[plain].float() - logits[speculative].float()).abs())
-    # Both must be near the top: two tokens that are alike, but far below it, are a fault.
-    below_top = float(top[0] - torch.minimum(logits[plain], logits[speculative]).float())
-    limit = _NEAR_TIE_ROUNDINGS * torch.finfo(logits.dtype).eps * float(top[0].abs()) / 2
-    return {"logit_gap": gap, "top2_gap": float(top[0] - top[1]), "near_tie": below_top <= limit}
 
 
 def evaluate(
@@ -209,7 +154,10 @@ def evaluate(
             "passes": accepted.passes,
             "cut_passes": accepted.cut_passes,
             "cut_passes_counted": accepted.cut_passes_counted,
-            "near_ties": sum(bool(d.get("near_tie")) for d in lossless.first_differences),
+            "tau_all_passes": accepted.tau_all_passes,
+            "near_ties": len(lossless.first_differences) - len(lossless.faults),
+            "rounding_noise": lossless.rounding_noise,
+            "target_dtype": target.info.dtype,
             "unfinished": sum(g.finish == "length" for g in spec.generations),
             "seconds": spec.seconds,
             "baseline_seconds": plain.seconds,

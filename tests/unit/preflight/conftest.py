@@ -19,19 +19,19 @@ Prepared = Callable[..., PreparedRun]
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    """Return ``prepared(family, **drafter settings) -> PreparedRun`` in float32 on the CPU, with two-turn chats."""
+    """Return ``prepared(family, dtype=, **drafter settings) -> PreparedRun`` on the CPU, with two-turn chats."""
     room = tmp_path_factory.mktemp("preflight")
     data = write_conversations(room / "train.jsonl", 8, turns=2)
     targets: dict[str, Path] = {}
     runs: dict[tuple[Any, ...], PreparedRun] = {}
 
-    def get(family: str = "qwen3", **settings: Any) -> PreparedRun:
-        key = (family, *sorted(settings.items()))
+    def get(family: str = "qwen3", *, dtype: str = "float32", **settings: Any) -> PreparedRun:
+        key = (family, dtype, *sorted(settings.items()))
         if key not in runs:
             if family not in targets:
                 targets[family] = save_tiny_target(room / family, family)
             recipe = Recipe(
-                target=TargetConfig(path=str(targets[family]), dtype="float32"),
+                target=TargetConfig(path=str(targets[family]), dtype=dtype),
                 data=DataConfig(train=(str(data),), row_length=160),
                 drafter=DrafterSettings(**{"layers": 2, "block_size": 8, **settings}),
                 training=TrainingConfig(precision="float32"),

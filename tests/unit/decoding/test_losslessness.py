@@ -1,0 +1,118 @@
+"""First differences: found, judged against measured rounding, and never excused without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from slipstream.decoding.losslessness import compare_lossless, first_difference, near_tie_limit
+from slipstream.decoding.plain import generate_plain
+from slipstream.errors import DecodingError
+from slipstream.records import Generation
+from slipstream.target.model import Target
+
+
+def test_where_two_responses_part() -> None:
+    assert first_difference((1, 2, 3), (1, 2, 4)) == 2
+    assert first_difference((1, 2), (1, 2, 4)) == 2
+    assert first_difference((), (1,)) == 0
+
+
+def test_the_limit_follows_the_noise_between_one_rounding_and_eight() -> None:
+    eps = torch.finfo(torch.bfloat16).eps
+    assert near_tie_limit(0.0, 10.0, torch.bfloat16) == pytest.approx(10 * eps)
+    assert near_tie_limit(0.1, 10.0, torch.bfloat16) == pytest.approx(0.3)
+    assert near_tie_limit(5.0, -10.0, torch.bfloat16) == pytest.approx(80 * eps)
+    assert near_tie_limit(0.0, 10.0, torch.float32) < 1e-5
+
+
+def test_the_first_difference_is_found_and_judged(target_of: Callable[[str], Target]) -> None:
+    target = target_of("qwen3")
+    with torch.inference_mode():
+        logits = target.model(torch.tensor([[5, 6]]), use_cache=False).logits[0, -1]
+    best, second = logits.topk(2).indices.tolist()
+    gap = float(logits[best] - logits[second])
+    plain = [
+        Generation(prompt_ids=(5,), output_ids=(6, best, 1)),
+        Generation(prompt_ids=(5,), output_ids=(6, best)),
+        Generation(prompt_ids=(5,), output_ids=(6, best)),
+    ]
+    other = [
+        Generation(prompt_ids=(5,), output_ids=(6, second, 1)),
+        Generation(prompt_ids=(5,), output_ids=(6, best)),
+        Generation(prompt_ids=(5,), output_ids=(6,)),
+    ]
+    result = compare_lossless(plain, other, target=target)
+    assert (result.responses, result.equal) == (3, 1)
+    first, shorter = result.first_differences
+    assert (first["prompt"], first["position"], first["plain"], first["speculative"]) == (0, 1, best, second)
+    assert first["logit_gap"] == pytest.approx(gap, abs=1e-4)
+    assert first["top2_gap"] == pytest.approx(gap, abs=1e-4)
+    assert first["near_tie"] is False
+    assert (shorter["prompt"], shorter["position"], shorter["speculative"]) == (2, 1, None)
+
+
+def test_a_bfloat16_tie_is_called_near(target_of: Callable[[str], Target], monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of("qwen3")
+    head = target.head
+
+    def tied(hidden: torch.Tensor) -> torch.Tensor:
+        logits = head(hidden).bfloat16()
+        logits[..., 7], logits[..., 9] = 200.0, 201.0
+        return logits
+
+    monkeypatch.setattr(target, "head", tied)
+    pair = [[Generation(prompt_ids=(5,), output_ids=(token,))] for token in (7, 9)]
+    (difference,) = compare_lossless(*pair, target=target).first_differences
+    assert difference["near_tie"] is True
+    assert difference["logit_gap"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_the_noise_is_that_of_the_dtype(family: str, target_of: Callable[..., Target]) -> None:
+    target = target_of(family)
+    (plain,), _ = generate_plain(target, [list(range(5, 25))], max_new_tokens=12)
+    wrong = (plain.output_ids[-1] + 1) % target.info.vocab_rows
+    other = Generation(prompt_ids=plain.prompt_ids, output_ids=(*plain.output_ids[:-1], wrong))
+    result = compare_lossless([plain], [other], target=target)
+    assert result.rounding_noise is not None
+    assert result.rounding_noise < 1e-4
+    assert result.faults == result.first_differences
+
+
+def test_a_wrong_token_is_a_fault_in_bfloat16_too(target_of: Callable[..., Target]) -> None:
+    target = target_of("qwen3")
+    model = target.model.to(torch.bfloat16)
+    try:
+        (plain,), _ = generate_plain(target, [list(range(5, 25))], max_new_tokens=12)
+        prefix = torch.tensor([[*plain.prompt_ids, *plain.output_ids[:-1]]])
+        with torch.inference_mode():
+            worst = int(model(prefix, use_cache=False).logits[0, -1].argmin())
+        other = Generation(prompt_ids=plain.prompt_ids, output_ids=(*plain.output_ids[:-1], worst))
+        result = compare_lossless([plain], [other], target=target)
+    finally:
+        target.model.float()
+    assert len(result.faults) == 1
+    assert result.rounding_noise is not None
+    assert result.rounding_noise < 0.2
+
+
+def test_a_broken_cache_does_not_excuse_everything(
+    target_of: Callable[..., Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.decoding import losslessness
+
+    monkeypatch.setattr(losslessness, "_rounding_noise", lambda *_: 1e3)
+    target = target_of("qwen3")
+    (plain,), _ = generate_plain(target, [[5, 6, 7]], max_new_tokens=4)
+    wrong = (plain.output_ids[-1] + 1) % target.info.vocab_rows
+    other = Generation(prompt_ids=plain.prompt_ids, output_ids=(*plain.output_ids[:-1], wrong))
+    assert len(compare_lossless([plain], [other], target=target).faults) == 1
+
+
+def test_different_prompts_are_refused() -> None:
+    a, b = (Generation(prompt_ids=(n,), output_ids=(1,)) for n in range(2))
+    with pytest.raises(DecodingError, match="different prompts"):
+        compare_lossless([a], [b])
