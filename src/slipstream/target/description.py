@@ -13,13 +13,14 @@ from slipstream.target.digest import directory_digest
 from slipstream.target.families import locate_decoder
 from slipstream.target.model import TargetInfo, check_tokenizer, describe
 from slipstream.target.quiet import LOAD_ERRORS, quiet_loading
-from slipstream.target.source import local_directory, read_config, read_tokenizer
+from slipstream.target.source import local_directory, read_config, read_tokenizer, resolve_path
 
 
 def describe_target(settings: TargetConfig) -> tuple[TargetInfo, Any, int]:
     """Return the target's facts, its tokenizer and its number of parameters, from a model on the meta device.
 
-    Raises TargetError as ``load_target`` would before it reads weights. Thread-safe.
+    Of a hub id only configuration and tokenizer are downloaded, so that its ``digest``, which needs the weights, is
+    empty. Raises TargetError as ``load_target`` would before it reads weights. Thread-safe.
     """
     with quiet_loading():
         return _describe(settings)
@@ -28,7 +29,8 @@ def describe_target(settings: TargetConfig) -> tuple[TargetInfo, Any, int]:
 def _describe(settings: TargetConfig) -> tuple[TargetInfo, Any, int]:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
-    directory = local_directory(settings)
+    directory = local_directory(settings, weights=False)
+    on_hub = isinstance(resolve_path(settings.path), str)
     config = read_config(directory, settings)
     tokenizer = read_tokenizer(directory, settings)
     loader: Any = AutoModelForCausalLM
@@ -43,6 +45,7 @@ def _describe(settings: TargetConfig) -> tuple[TargetInfo, Any, int]:
         raise TargetError(
             f"target {settings.path} cannot be loaded as a causal language model: {one_line(error)}"
         ) from error
-    info = describe(model, tokenizer, locate_decoder(model), settings.path, directory_digest(directory))
+    digest = "" if on_hub else directory_digest(directory)
+    info = describe(model, tokenizer, locate_decoder(model), settings.path, digest)
     check_tokenizer(info, tokenizer)
     return info, tokenizer, sum(p.numel() for p in model.parameters())

@@ -33,7 +33,8 @@ class TargetInfo:
 
     dtype is the loaded one, as torch names it without the prefix. eos_ids are all ids that end a generation, from the
     generation configuration, the model configuration and the tokenizer. digest identifies configuration and weights
-    wherever they lie. logit_softcap: the target's logits are ``cap * tanh(raw / cap)``, which leaves argmax as it is.
+    wherever they lie; it is empty where a hub id was described without its weights. logit_softcap: the target's logits
+    are ``cap * tanh(raw / cap)``, which leaves argmax as it is.
     """
 
     name: str

@@ -25,8 +25,8 @@ GIB = 2**30
 def plan(recipe: Recipe) -> dict[str, Any]:
     """Return the resolved plan by name, for printing: device, dtypes, target, drafter, rows, steps, sizes, memory.
 
-    Reads the target's configuration and tokenizer, and packs the data (cached). Raises what ``train`` would raise for
-    the same recipe before it loads weights.
+    Reads the target's configuration and tokenizer (of a hub id, downloads nothing else), and packs the data (cached).
+    Raises what ``train`` would raise for the same recipe before it loads weights.
     """
     training = recipe.training
     device = resolve_device(recipe.run.device)
@@ -64,7 +64,7 @@ def plan(recipe: Recipe) -> dict[str, Any]:
         "target": f"{info.name} ({info.model_type}, {info.num_layers} layers, hidden {info.hidden_size}, "
         f"{info.vocab_rows} embedding rows, {target_parameters:,} parameters)",
         "target dtype": _name(target_dtype),
-        "target digest": info.digest[:16],
+        "target digest": info.digest[:16] or "known once the weights are downloaded",
         "target layers read": list(config.target_layer_ids),
         "mask token": f"{config.mask_token_id} "
         f"({tokenizer.convert_ids_to_tokens(config.mask_token_id) or 'a row past the tokenizer'})",

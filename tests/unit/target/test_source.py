@@ -91,6 +91,27 @@ def test_hub_id_is_downloaded_then_read_locally(monkeypatch, directory):
     assert asked == [("owner/model", "v1", ["*.safetensors"]), ("owner/model", None, [])]
 
 
+def test_a_description_downloads_no_weights(monkeypatch, directory, tmp_path):
+    import huggingface_hub
+
+    asked = []
+    bare = Path(shutil.copytree(directory, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors")))
+
+    def download(hub_id, *, revision, allow_patterns, ignore_patterns):
+        asked.extend(p for p in allow_patterns if p.endswith(("safetensors", "bin", "pt", "*")))
+        return str(bare)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    info, tokenizer, parameters = describe_target(TargetConfig(path="owner/model"))
+    assert asked == []
+    assert (info.name, info.hidden_size, info.digest) == ("owner/model", 64, "")
+    assert tokenizer.eos_token_id == 257
+    assert parameters == describe_target(TargetConfig(path=str(directory)))[2]
+    assert describe_target(TargetConfig(path=str(directory)))[0].digest == load_in(directory).info.digest
+    with pytest.raises(TargetError, match=r"holds no \*\.safetensors"):  # a local one has them or is incomplete
+        describe_target(TargetConfig(path=str(bare)))
+
+
 def test_local_paths_need_no_network(directory, monkeypatch):
     import socket
 

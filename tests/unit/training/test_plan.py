@@ -1,12 +1,16 @@
-"""The memory estimate: its large parts, and how they grow."""
+"""The memory estimate: its large parts, and how they grow; and what a plan downloads."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
+
+import pytest
 
 from slipstream.config import TrainingConfig
 from slipstream.drafter.config import DrafterConfig
-from slipstream.training.plan import memory_estimate
+from slipstream.training.plan import memory_estimate, plan
+from support.tiny_run import make_inputs, tiny_recipe
 
 # The shape of a drafter for an 8B target.
 CONFIG = DrafterConfig(
@@ -59,3 +63,20 @@ def test_it_grows_with_rows_anchors_and_the_dense_mask():
     assert "dense attention" in estimate(TrainingConfig(), dense=True)
     few = dataclasses.replace(TrainingConfig(), anchors=1)
     assert estimate(few)["logits"] == 15 * 151936 * 8
+
+
+def test_the_plan_of_a_hub_id_downloads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import huggingface_hub
+
+    make_inputs(tmp_path)
+    (tmp_path / "target" / "model.safetensors").unlink()
+    asked: list[str] = []
+
+    def download(hub_id: str, *, allow_patterns: list[str], **_: object) -> str:
+        asked.extend(allow_patterns)
+        return str(tmp_path / "target")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    shown = plan(tiny_recipe(tmp_path, tmp_path / "run", target__path="owner/model"))
+    assert not [p for p in asked if p.endswith((".safetensors", ".bin"))]
+    assert shown["target digest"] == "known once the weights are downloaded"
