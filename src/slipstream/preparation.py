@@ -116,6 +116,11 @@ def _regenerate(recipe: Recipe, output: Path, console: Console) -> RegenerateRep
                 settings=recipe.regenerate,
                 progress=display.update,
                 target_digest=target.info.digest,
+                target_settings={
+                    "target.dtype": target.info.dtype,
+                    "target.attention": recipe.target.attention,
+                    "device": target.device.type,
+                },
                 max_positions=target.info.max_positions,
                 seed=recipe.run.seed,
             )
@@ -152,9 +157,10 @@ class RegenerateDisplay:
         self._bar.stop()
 
     def update(self, progress: RegenerateProgress) -> None:
-        """Show a finished group."""
+        """Show a finished group; before the first one, what an earlier process has done."""
         left = "" if progress.eta_seconds is None else f", about {progress.eta_seconds:,.0f} s left"
-        figures = f"{progress.tokens_per_second:,.0f} tokens/s{left}"
+        figures = f"{progress.tokens_per_second:,.0f} tokens/s{left}" if progress.tokens_per_second else ""
         self._bar.update(self._task, completed=progress.done, total=progress.total, figures=figures)
-        if not self.console.is_terminal:
-            self.console.print(f"answered {progress.done:,} of {progress.total:,}: {figures}", markup=False)
+        if not self.console.is_terminal and progress.done:
+            counted = f"answered {progress.done:,} of {progress.total:,}"
+            self.console.print(f"{counted}: {figures}" if figures else counted, markup=False)

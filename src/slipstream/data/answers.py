@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.data.render import Renderer
-from slipstream.data.rows import as_cut
+from slipstream.data.rows import as_cut, as_whole
 from slipstream.data.template import template_text
 from slipstream.errors import DataError
 from slipstream.records import Conversation, Message
@@ -24,7 +24,7 @@ class Draft:
     """
 
     def __init__(self, source: Conversation, renderer: Renderer, *, keep_unfinished: bool) -> None:
-        self.source = source
+        self.source = source = as_whole(source)  # the old answer may have been cut; the new one is another
         self.counts: Counter[str] = Counter()
         self.finish: str | None = None
         self._renderer = renderer
@@ -78,8 +78,9 @@ class Draft:
             return
         if self.source.kind == "raw":
             self._completion, self._over = text, True
-            again = renderer.render(replace(self.source, completion=text))[-1].ids.tolist()
-            self.counts["retokenised_differently"] += again != prompt + words
+            done = replace(self.source, completion=text)
+            again = renderer.render(done if finished else as_cut(done))[-1].ids.tolist()
+            self.counts["retokenised_differently"] += again != prompt + output
         else:
             message = self._message(text, opened, prompt + output, cut=not finished)
             if message is None:

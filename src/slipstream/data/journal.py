@@ -25,7 +25,8 @@ class Journal:
     """The open journal of one output file; a context manager. One process at a time holds it.
 
     ``entries`` are those that were found, whole. A torn last line (the process was killed while writing) is cut off.
-    Raises DataError if another process holds it, if it belongs to other work, or if it cannot be written.
+    A journal of other work without a single answer (no entry has a ``row``) is begun anew.
+    Raises DataError if another process holds it, if it holds answers of other work, or if it cannot be written.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
@@ -67,7 +68,11 @@ class Journal:
             self._write([{"identity": identity}])
             return
         difference = describe_difference(self.entries.pop(0).get("identity"), identity)
-        if difference:
+        if difference and not any(entry.get("row") for entry in self.entries):
+            self._file.truncate(0)  # other work, but nothing of it would be lost
+            self.entries.clear()
+            self._write([{"identity": identity}])
+        elif difference:
             raise DataError(
                 f"{self.path} holds answers of other work ({difference}); "
                 "restore what was changed, choose another --output, or delete the file to start anew"

@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from slipstream.config import RegenerateConfig
 from slipstream.data.answers import Draft
 from slipstream.data.journal import Journal, describe_difference, file_digest, write_whole
 from slipstream.data.pack import tokenizer_digest
-from slipstream.data.regenerate_report import RegenerateProgress, RegenerateReport
+from slipstream.data.regenerate_report import RegenerateProgress, RegenerateReport, no_answer_cure
 from slipstream.data.render import Renderer
 from slipstream.errors import DataError
 from slipstream.records import Conversation
@@ -49,25 +49,28 @@ def regenerate(
     settings: RegenerateConfig,
     progress: Callable[[RegenerateProgress], None] | None = None,
     target_digest: str = "",
+    target_settings: Mapping[str, str] | None = None,
     max_positions: int = 0,
     seed: int = 0,
 ) -> RegenerateReport:
     """Answer every assistant turn anew and write the conversations to ``output`` (.jsonl or .jsonl.gz), in their order.
 
+    ``target_settings``: what else of the target decides its answers, by name (dtype, attention, device).
     ``max_positions`` is the target's longest sequence (0: unknown); prompts without room for ``max_new_tokens`` are
     left out and counted. While it runs, ``output`` with ``.partial`` behind it is the journal; after it, one with
     ``.report.json`` holds report and identity. Called again for the same work it resumes, or returns the report of what
     is complete. Use the renderer, and this function, from one thread.
 
     Raises DataError: an output of other work (nothing is overwritten), no conversation, a prompt that cannot be
-    rendered, a full disk (finished answers are kept), no usable answer at all.
+    rendered, a full disk (finished answers are kept), no usable answer at all (the cure follows the commonest cause).
     """
     sources = list(conversations)
     if not sources:
         raise DataError("there are no conversations to answer; name files in data.train")
     if output.name.removesuffix(".gz").rpartition(".")[2] not in ("jsonl", "ndjson"):
         raise DataError(f"the output {output} must end in .jsonl or .jsonl.gz")
-    identity = _identity(sources, renderer, settings, target_digest, max_positions, seed)
+    target = {"target": target_digest, **(target_settings or {})}
+    identity = _identity(sources, renderer, settings, target, max_positions, seed)
     told = _complete(output, identity)
     if told is not None:
         return told
@@ -170,8 +173,8 @@ def _finish(
     if not rows:
         raise DataError(
             f"the target gave no usable answer to any of {total} conversations ({report.empty} empty, "
-            f"{report.unfinished} cut, {report.too_long} too long, {report.unrenderable} not renderable); "
-            "nothing was written"
+            f"{report.unfinished} cut, {report.too_long} too long, {report.unrenderable} not renderable), so nothing "
+            f"was written; {no_answer_cure(report, identity['regenerate.max_new_tokens'], identity['max_positions'])}"
         )
     data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
     digest = hashlib.sha256(data).hexdigest()
@@ -219,7 +222,7 @@ def _identity(
     sources: list[Conversation],
     renderer: Renderer,
     settings: RegenerateConfig,
-    target_digest: str,
+    target: Mapping[str, str],
     max_positions: int,
     seed: int,
 ) -> dict[str, Any]:
@@ -232,7 +235,7 @@ def _identity(
     return {
         "format": FORMAT,
         "conversations": digest.hexdigest(),
-        "target": target_digest,
+        **target,
         "tokenizer": tokenizer_digest(renderer.tokenizer),
         "stop_ids": sorted(renderer.stop_ids),
         "data.thinking": data.thinking,

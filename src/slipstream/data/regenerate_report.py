@@ -59,10 +59,23 @@ class RegenerateReport:
             "unfinished": "answers were cut at regenerate.max_new_tokens",
             "empty": "turns were left out: the target said nothing",
             "unrenderable": "turns were left out: the chat template refuses the answer",
-            "too_long": "turns were left out: the prompt leaves no room for an answer",
+            "too_long": "turns were left out: the prompt leaves no room for regenerate.max_new_tokens; lower it "
+            "to keep them",
             "retokenised_differently": "answers do not tokenize to the ids that the target wrote",
             "duplicate_turns": "answers repeat an earlier one of their conversation",
             "unbalanced_think": "answers have think tags that do not pair",
             "kept_tool_calls": "assistant turns with tool calls were kept as given",
         }
         return out + [f"{getattr(self, name):,} {text}" for name, text in told.items() if getattr(self, name)]
+
+
+def no_answer_cure(report: RegenerateReport, max_new_tokens: int, max_positions: int) -> str:
+    """Return what to do about a regeneration without one usable answer, by its commonest cause, in words."""
+    cures = {
+        "too_long": f"lower regenerate.max_new_tokens from {max_new_tokens}: with the prompt it must fit the target's "
+        f"{max_positions} positions (and, to be trained on whole, data.row_length)",
+        "unfinished": f"raise regenerate.max_new_tokens from {max_new_tokens} or set regenerate.keep_unfinished",
+        "empty": "check the prompts and the chat template with slipstream prepare --show 3",
+        "unrenderable": "the chat template refuses what the target writes: use the template that it was trained with",
+    }
+    return cures[max(cures, key=lambda name: getattr(report, name))]

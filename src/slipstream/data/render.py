@@ -8,6 +8,9 @@ that, through the token that ends the turn, is supervised, and nothing else::
     turn    <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
                                                                    ^^^^^^^^^^^^^^^ supervised
 
+Rows of plain text have no template. Their text, or the completion behind their prompt, is supervised through the
+tokenizer's end-of-text token, which is appended: there the target would stop. A tokenizer without one appends nothing.
+
 No tag of any template is looked for. The ids of each supervised turn are preceded by exactly the ids that a server
 prefills: a conversation is one sample when the ids of its later turns repeat those of the earlier ones, and otherwise
 (a template that drops earlier reasoning, tokens that merge across the border) it is fanned out into several.
@@ -23,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.config import DataConfig
+from slipstream.data.rows import CutConversation
 from slipstream.data.template import ChatTemplate, Turn
 from slipstream.errors import DataError
 from slipstream.records import Conversation, RenderedSample
@@ -189,10 +193,14 @@ class Renderer:
         return ids
 
     def _raw_ids(self, conversation: Conversation) -> _TurnIds:
+        """Ids of a raw row, the end of text behind it unless it was cut at a token limit or brings its own."""
         prompt = self._raw_prompt(conversation.prompt)
         whole = self._raw_prompt(conversation.prompt + conversation.completion)
         if whole[: len(prompt)] != prompt:
             whole = self._joined(prompt, whole, conversation.completion)
+        eos = getattr(self.tokenizer, "eos_token_id", None)
+        if eos is not None and whole[-1:] != [eos] and not isinstance(conversation, CutConversation):
+            whole = [*whole, eos]
         return _TurnIds(ids=whole, start=self._border(prompt, whole))
 
     def _samples(self, conversation: Conversation, turns: list[_TurnIds]) -> list[RenderedSample]:

@@ -6,10 +6,11 @@ columns              becomes
 ``messages``         chat; ``role``/``content`` with tools, tool calls and reasoning
 ``conversations``    chat; ShareGPT's ``from``/``value`` (or ``role``/``content``)
 ``prompt``           chat or raw, with ``completion``, each a string or a list of messages
-``text``             raw: everything is supervised, no template
+``text``             raw: everything is supervised, its end of text too; no template
 ===================  ==============================================================================
 
 The first column of the table that a row has decides. Assistant turns inside a ``prompt`` list count like any other.
+``"finish": "length"`` marks a last answer or text that was cut at a token limit: its end is then not supervised.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ SHAREGPT_ROLES = {
 
 
 class CutConversation(Conversation):
-    """A conversation whose last answer was cut at a token limit (``"finish": "length"`` in its row).
+    """A conversation whose last answer or text was cut at a token limit (``"finish": "length"`` in its row).
 
-    The target never wrote the end of that turn, so the renderer supervises the answer's text and stops there.
+    The target never wrote the end of it, so the renderer supervises the words and stops there.
     """
 
     __slots__ = ()
@@ -55,6 +56,11 @@ class CutConversation(Conversation):
 def as_cut(conversation: Conversation) -> CutConversation:
     """Return the conversation marked as cut at a token limit."""
     return CutConversation(**{f.name: getattr(conversation, f.name) for f in fields(Conversation)})
+
+
+def as_whole(conversation: Conversation) -> Conversation:
+    """Return the conversation without the mark of ``as_cut``: its last answer ends."""
+    return Conversation(**{f.name: getattr(conversation, f.name) for f in fields(Conversation)})
 
 
 def without_nulls(value: Any) -> Any:
@@ -78,7 +84,8 @@ def parse_row(row: Any, origin: str, *, prompt_completion: str = "chat") -> Conv
         keys = ", ".join(sorted(str(k) for k in row)) or "none at all"
         _refuse(origin, f"the row has no messages; its keys are {keys}: give messages, conversations, prompt or text")
     if column == "text":
-        return Conversation(origin=origin, kind="raw", completion=_answer(row["text"], "text", origin))
+        kind = CutConversation if row.get("finish") == "length" else Conversation
+        return kind(origin=origin, kind="raw", completion=_answer(row["text"], "text", origin))
     if column == "prompt":
         return _prompt_row(row, origin, prompt_completion)
     return _chat(row, parse_messages(row[column], origin, column), origin)

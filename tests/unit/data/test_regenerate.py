@@ -22,7 +22,7 @@ from slipstream.data.conversations import read_conversations
 from slipstream.data.pack import build_dataset
 from slipstream.data.regenerate import Generate, RegenerateProgress, RegenerateReport, regenerate
 from slipstream.data.render import Renderer
-from slipstream.data.rows import parse_row
+from slipstream.data.rows import as_cut, parse_row
 from slipstream.errors import DataError
 from slipstream.records import Conversation
 from support.tiny import CHATML, THINKING, tiny_tokenizer
@@ -83,7 +83,7 @@ def chats(count: int, turns: int = 1) -> list[Conversation]:
 def run(
     directory: Path, conversations: list[Conversation], says: Generate, *, template: str = CHATML,
     name: str = "out.jsonl", data: DataConfig | None = None, progress: Any = None, max_positions: int = 0,
-    target: str = "t", **settings: Any,
+    target: str = "t", target_settings: Any = None, **settings: Any,
 ) -> RegenerateReport:  # fmt: skip
     return regenerate(
         conversations,
@@ -94,6 +94,7 @@ def run(
         progress=progress,
         target_digest=target,
         max_positions=max_positions,
+        target_settings=target_settings or {"target.dtype": "float32"},
     )
 
 
@@ -172,8 +173,19 @@ def test_raw_prompts(tmp_path: Path) -> None:
     report = run(tmp_path, given, Says("(x): pass"), data=DataConfig(prompt_completion="raw"))
     assert rows(tmp_path / "out.jsonl")[2] == {"prompt": "def f2", "completion": "(x): pass", "finish": "eos"}
     assert report.retokenised_differently == 0
+    report = run(tmp_path, given, Says("x" * 99), name="cut.jsonl", max_new_tokens=5)
+    assert (report.unfinished, report.retokenised_differently) == (3, 0)
+    data = DataConfig(train=(str(tmp_path / "cut.jsonl"),), prompt_completion="raw")
+    cut = list(read_conversations(data.train, prompt_completion="raw"))
+    assert build_dataset(data, TOKENIZER, cache_dir=tmp_path).report.supervised == 15  # the target wrote no end
+    assert run(tmp_path, cut, Says("y"), name="again.jsonl").retokenised_differently == 0
     with pytest.raises(DataError, match="a text row has no prompt to answer"):
         run(tmp_path, [Conversation(origin="o", kind="raw", completion="x")], Says("y"), name="b.jsonl")
+
+
+def test_an_answer_that_was_cut_and_is_now_finished(tmp_path: Path) -> None:
+    report = run(tmp_path, [as_cut(c) for c in chats(2)], Says(echo))
+    assert (report.answers, report.retokenised_differently) == (2, 0)
 
 
 def test_unfinished_answers(tmp_path: Path) -> None:
@@ -357,6 +369,8 @@ def test_kill_nine_loses_nothing_that_was_finished(tmp_path: Path) -> None:
         ({"temperature": 1.0}, "regenerate.temperature was 0.0, now 1.0"),
         ({"batch_size": 4}, "regenerate.batch_size was 3, now 4"),
         ({"target": "other"}, "target was t, now other"),
+        ({"target_settings": {"target.dtype": "bfloat16"}}, r"target\.dtype was float32, now bfloat16"),
+        ({"target_settings": {"target.dtype": "float32", "device": "cuda"}}, "device was None, now cuda"),
         ({"template": THINKING}, "tokenizer was"),
         ({"data": DataConfig(thinking="on")}, "data.thinking was auto, now on"),
         ({"conversations": chats(7)}, "conversations was"),
@@ -373,6 +387,30 @@ def test_other_work_is_refused_and_nothing_is_lost(tmp_path: Path, change: dict[
     run(tmp_path, chats(6), Says(echo))
     with pytest.raises(DataError, match=f"exists and is not overwritten .*{told}"):
         run(tmp_path, conversations, Says(echo), **change)
+
+
+@pytest.mark.parametrize("change", [{"temperature": 1.0}, {"target": "other"}, {"max_new_tokens": 9}])
+def test_a_journal_without_answers_is_no_obstacle(tmp_path: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, chats(4), Says(echo, dies_at=0))
+    assert (tmp_path / "out.jsonl.partial").exists()
+    report = run(tmp_path, chats(4), Says(echo), **change)
+    assert (report.rows, report.resumed) == (4, 0)
+    told = json.loads((tmp_path / "out.jsonl.report.json").read_text())["identity"]
+    assert told["regenerate.max_new_tokens"] == change.get("max_new_tokens", 64)
+
+
+def test_work_that_gave_nothing_names_the_cure_and_is_no_obstacle(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no usable answer .*2 too long") as caught:
+        run(tmp_path, chats(2), Says(echo), max_positions=64)
+    assert "lower regenerate.max_new_tokens from 64: with the prompt it must fit the target's 64 positions" in str(
+        caught.value
+    )
+    assert (tmp_path / "out.jsonl.partial").exists()
+    assert run(tmp_path, chats(2), Says("x"), max_positions=64, max_new_tokens=4).rows == 2
+    with pytest.raises(DataError, match=r"raise regenerate\.max_new_tokens from 10 or set regenerate\.keep_unfinished"):
+        run(tmp_path, chats(1), Says("x" * 100), max_new_tokens=10, name="c.jsonl", keep_unfinished=False)
+    assert run(tmp_path, chats(1), Says("x" * 100), max_new_tokens=10, name="c.jsonl").rows == 1
 
 
 def test_complete_work_is_not_done_again(tmp_path: Path) -> None:

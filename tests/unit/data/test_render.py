@@ -266,11 +266,27 @@ def test_prompt_ids_are_the_prefix_of_what_is_trained_on() -> None:
 def test_raw_rows() -> None:
     r = renderer(None)
     (sample,) = r.render(parse_row({"prompt": "def f", "completion": "(x): pass"}, "o", prompt_completion="raw"))
-    assert supervised(r, sample) == ["(x): pass"]
+    assert supervised(r, sample) == ["(x): pass<|im_end|>"]
     assert r.decode(r.prompt_ids(Conversation(origin="o", kind="raw", prompt="def f"))) == "def f"
     with pytest.raises(DataError, match="no prompt to decode from"):
         r.prompt_ids(Conversation(origin="o", kind="raw", completion="x"))
     assert r.render(Conversation(origin="o", kind="raw", prompt="x")) == []
+
+
+def test_the_end_of_a_text_is_supervised_once() -> None:
+    r = renderer(None)
+    for text in ("abc", "abc<|im_end|>"):
+        (sample,) = r.render(parse_row({"text": text}, "o"))
+        assert supervised(r, sample) == ["abc<|im_end|>"]
+    (sample,) = r.render(parse_row({"text": "abc", "finish": "length"}, "o"))
+    assert supervised(r, sample) == ["abc"]  # cut at a token limit: the text goes on
+    row = {"prompt": "def f", "completion": "(x", "finish": "length"}
+    (sample,) = r.render(parse_row(row, "o", prompt_completion="raw"))
+    assert supervised(r, sample) == ["(x"]
+    endless = tiny_tokenizer(None)
+    endless.eos_token = None
+    r = Renderer(endless, data=DataConfig())
+    assert supervised(r, r.render(parse_row({"text": "abc"}, "o"))[0]) == ["abc"]
 
 
 def test_beginning_of_text_is_prefilled_not_supervised() -> None:
@@ -283,8 +299,9 @@ def test_beginning_of_text_is_prefilled_not_supervised() -> None:
     r = Renderer(tokenizer, data=DataConfig())
     (sample,) = r.render(parse_row({"text": "abc"}, "o"))
     assert sample.ids[0] == 261
-    assert IM_END not in sample.ids
-    assert sample.loss_mask.tolist() == [False, True, True, True]
+    assert sample.ids.tolist().count(IM_END) == 1
+    assert sample.ids[-1] == IM_END
+    assert sample.loss_mask.tolist() == [False, True, True, True, True]
 
 
 def test_an_answer_cut_at_the_token_limit_has_no_turn_end() -> None:
