@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,9 @@ class DataConfig:
     """Value of the template's `enable_thinking`, where it has one. auto: on for turns with reasoning, else off."""
     prompt_completion: Literal["chat", "raw"] = "chat"
     """Rows with prompt and completion strings: one user and one assistant turn, or plain text without a template."""
-    template_kwargs: dict[str, str | bool | int] = field(default_factory=dict)
-    """Further variables for the chat template."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further variables for the chat template: strings, numbers, true or false, lists, tables. A table in the recipe;
+    on the command line --data.template_kwargs.NAME VALUE for one, --data.template_kwargs JSON in place of all."""
     max_samples: int = 0
     """Read at most so many samples; 0 is all."""
 
@@ -164,11 +165,12 @@ class TrainingConfig:
     log_every: int = 10
     """Steps between lines of metrics.jsonl."""
     evaluate_every: int = 0
-    """Steps between decoded acceptance on held-out prompts; 0 only at the end."""
+    """Steps between decoded acceptance on held-out prompts; 0 only at the end. Without data.heldout never."""
     evaluate_prompts: int = 8
     """Held-out prompts of that evaluation."""
     checkpoint_every: int = 0
-    """Steps between checkpoints; 0 only at the end."""
+    """Steps between checkpoints; 0 sets no interval. Whatever it is, one is written at the end, before every
+    evaluation of evaluate_every, and when an interrupt (Ctrl-C, SIGTERM) stops the run."""
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept."""
     preflight: bool = True

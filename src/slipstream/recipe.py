@@ -9,8 +9,9 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -106,11 +107,63 @@ def _spell_booleans(overrides: Sequence[str]) -> list[str]:
     return out
 
 
+def _written_value(text: str) -> Any:
+    """Return what ``text`` is as JSON or TOML: a number, true or false, a list, a table; otherwise the text itself."""
+    import json
+
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
+    with contextlib.suppress(tomllib.TOMLDecodeError):
+        found = tomllib.loads(f"value = {text}")
+        if list(found) == ["value"] and isinstance(found["value"], (str, int, float, list, dict)):  # a date stays text
+            return found["value"]
+    return text
+
+
+def _take_template_kwargs(overrides: Sequence[str], current: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Return the other overrides, and ``data.template_kwargs`` after those that set it: one by one, or all as JSON."""
+    setting = "data.template_kwargs"
+    others: list[str] = []
+    values = dict(current)
+    rest = list(overrides)
+    while rest:
+        token = rest.pop(0)
+        name, equals, text = token.partition("=")
+        key = name[len(setting) + 2 :]
+        if name[: len(setting) + 2].replace("-", "_") != f"__{setting}" or (key and not key.startswith(".")):
+            others.append(token)
+            continue
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"{name} has no value; give one behind it, or as {name}=VALUE")
+            text = rest.pop(0)
+        value = _written_value(text)
+        if key:
+            values[key[1:]] = value
+        elif isinstance(value, dict):
+            values = value
+        else:
+            raise ConfigError(f'--{setting} is {text!r}; give --{setting}.NAME VALUE, or a table as {{"NAME": VALUE}}')
+    return others, values
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield what lists and tables hold in the end."""
+    if isinstance(value, (list, tuple, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(part)
+    else:
+        yield value
+
+
 def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """Apply ``--section.key value`` arguments. Raises ConfigError with the nearest name for an unknown one."""
     import tyro
 
     known = known_keys()
+    overrides, template_kwargs = _take_template_kwargs(overrides, recipe.data.template_kwargs)
     overrides = _spell_booleans(overrides)
     for token in overrides:
         if not token.startswith("--"):
@@ -122,7 +175,10 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     stderr, stdout = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):
-            return tyro.cli(Recipe, args=list(overrides), default=recipe)
+            # tyro gets an empty table: it would make settings of the keys of one that is not.
+            bare = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, template_kwargs={}))
+            out = tyro.cli(Recipe, args=list(overrides), default=bare)
+            return dataclasses.replace(out, data=dataclasses.replace(out.data, template_kwargs=template_kwargs))
     except SystemExit:
         lines = [line.strip(" │|╭╮╰╯─-+") for line in (stderr.getvalue() + stdout.getvalue()).splitlines()]
         lines = [line for line in lines if line and not line.endswith(("error", "options", "arguments"))]
@@ -196,6 +252,13 @@ def validate(recipe: Recipe) -> None:
         raise ConfigError(f"training.steps is 0 and training.epochs is {t.epochs}; set one of them above 0")
     if 0 < d.rope_theta <= 1:
         raise ConfigError(f"drafter.rope_theta is {d.rope_theta}; give a base above 1, or 0 for the target's")
+    for name, value in recipe.data.template_kwargs.items():
+        for leaf in _leaves(value):
+            if not isinstance(leaf, (str, int, float)):
+                raise ConfigError(
+                    f"data.template_kwargs.{name} is {'null' if leaf is None else leaf}; use a string (in quotes), a "
+                    "number, true or false, or a list or table of them"
+                )
     directory = recipe.run.directory
     if not directory or "\0" in directory:
         raise ConfigError(f"run.directory is {directory!r}; give the path of a directory")
@@ -209,6 +272,21 @@ def validate(recipe: Recipe) -> None:
     if "sliding_attention" in d.layer_types and d.sliding_window < 1:
         raise ConfigError(
             f"drafter.sliding_window is {d.sliding_window}, but a layer is sliding_attention; give the window"
+        )
+
+
+def require_warm_start(recipe: Recipe) -> None:
+    """Raise ConfigError where ``drafter.warm_start`` is set and is no drafter directory. Reads no weights."""
+    start = recipe.drafter.warm_start
+    if not start:
+        return
+    files = ("config.json",), ("model.safetensors", "model.safetensors.index.json")
+    missing = [names[0] for names in files if not any(os.path.isfile(os.path.join(start, name)) for name in names)]
+    if missing:
+        fault = f"has no {missing[0]}" if os.path.isdir(start) else "is no directory"
+        raise ConfigError(
+            f"drafter.warm_start is {start}, which {fault}; give a drafter directory: a run's drafter/, a "
+            "checkpoint's, or an export"
         )
 
 

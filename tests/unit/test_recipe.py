@@ -10,7 +10,15 @@ import pytest
 
 from slipstream.config import DrafterSettings, Recipe, TrainingConfig, default_gamma
 from slipstream.errors import ConfigError
-from slipstream.recipe import RANGES, known_keys, load_recipe, recipe_as_toml, recipe_from_dict, validate
+from slipstream.recipe import (
+    RANGES,
+    known_keys,
+    load_recipe,
+    recipe_as_toml,
+    recipe_from_dict,
+    require_warm_start,
+    validate,
+)
 
 
 def write(path: Path, text: str) -> Path:
@@ -103,6 +111,89 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
 )
 def test_yes_or_no_settings_take_words_and_flags(arguments: list[str], value: bool) -> None:
     assert load_recipe(None, arguments).training.preflight is value
+
+
+TEMPLATE_VALUES = [
+    ("1.5", 1.5),
+    ("3", 3),
+    ("-2e-3", -2e-3),
+    ("true", True),
+    ('"true"', "true"),
+    ("'short'", "short"),
+    ('[1, 2.5, "a b", [true]]', [1, 2.5, "a b", [True]]),
+    ('[{name = "search"}]', [{"name": "search"}]),
+]
+
+
+@pytest.mark.parametrize(("text", "value"), TEMPLATE_VALUES)
+def test_template_kwargs_take_scalars_and_lists_from_file_and_command_line(
+    tmp_path: Path, text: str, value: object
+) -> None:
+    path = write(tmp_path / "r.toml", f"[data.template_kwargs]\nx = {text}\n")
+    for recipe in (
+        load_recipe(path),
+        load_recipe(None, ["--data.template_kwargs.x", text]),
+        load_recipe(None, ["--training.steps", "2", f"--data.template-kwargs.x={text}"]),
+    ):
+        assert recipe.data.template_kwargs == {"x": value}
+        assert type(recipe.data.template_kwargs["x"]) is type(value)
+        assert load_recipe(write(tmp_path / "again.toml", recipe_as_toml(recipe))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        ([], {"a": 1}),
+        (["--data.max_samples", "3"], {"a": 1}),
+        (["--data.template_kwargs.style", "very short"], {"a": 1, "style": "very short"}),
+        (["--data.template_kwargs.day", "2026-01-02"], {"a": 1, "day": "2026-01-02"}),
+        (["--data.template_kwargs.a", "False"], {"a": False}),
+        (["--data.template_kwargs.a-b", "2"], {"a": 1, "a-b": 2}),
+        (["--data.template_kwargs", '{"b": [1.5], "c": {"d": "e"}}'], {"b": [1.5], "c": {"d": "e"}}),
+        (["--data.template_kwargs={b = 2}"], {"b": 2}),
+    ],
+)
+def test_template_kwargs_one_by_one_or_all_at_once(tmp_path: Path, arguments: list[str], value: object) -> None:
+    path = write(tmp_path / "r.toml", "[data]\ntemplate_kwargs = {a = 1}\n")
+    assert load_recipe(path, arguments).data.template_kwargs == value
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "says"),
+    [
+        ("x = 2026-01-02", [], "data.template_kwargs.x is 2026-01-02"),
+        ("x = [1, [12:00:00]]", [], "data.template_kwargs.x is 12:00:00"),
+        ("", ["--data.template_kwargs.x", "null"], "data.template_kwargs.x is null"),
+        ("", ["--data.template_kwargs", "short"], "'short'; give --data.template_kwargs.NAME VALUE"),
+        ("", ["--data.template_kwargs.x"], "--data.template_kwargs.x has no value"),
+        ("", ["--data.template_kwargs.x", "--training.steps", "3"], "--data.template_kwargs.x has no value"),
+        ("", ["--data.template_kwarg.x", "1"], "Did you mean data.template_kwargs?"),
+    ],
+)
+def test_a_template_value_of_no_use_is_refused(tmp_path: Path, text: str, arguments: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(write(tmp_path / "r.toml", f"[data.template_kwargs]\n{text}\n"), arguments)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_warm_start_must_be_a_drafter_directory(tmp_path: Path) -> None:
+    def recipe(start: object) -> Recipe:
+        return recipe_from_dict({"drafter": {"warm_start": str(start)}}, "test")
+
+    require_warm_start(Recipe())
+    with pytest.raises(ConfigError, match=r"drafter\.warm_start is .*gone, which is no directory"):
+        require_warm_start(recipe(tmp_path / "gone"))
+    found = tmp_path / "found"
+    found.mkdir()
+    write(found / "config.json", "{}")
+    with pytest.raises(ConfigError, match=r"found, which has no model\.safetensors") as caught:
+        require_warm_start(recipe(found))
+    assert "\n" not in str(caught.value)
+    for weights in ("model.safetensors", "model.safetensors.index.json"):
+        write(found / weights, "")
+        require_warm_start(recipe(found))
+        (found / weights).unlink()
 
 
 def test_every_number_has_a_range() -> None:
