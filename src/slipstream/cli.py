@@ -7,7 +7,6 @@ traceback: a fault of ours.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import textwrap
@@ -25,39 +24,6 @@ if TYPE_CHECKING:
     from slipstream.config import Recipe
 
 Handler = Callable[[argparse.Namespace, list[str]], int]
-
-
-def _settings_help() -> str:
-    """List every setting with its default and its help text, read from the recipe's own dataclasses."""
-    import ast
-    import dataclasses
-    import inspect
-    from typing import get_type_hints
-
-    from slipstream import config
-
-    lines = ["settings (in the recipe as [section] key = value, or here as --section.key value):"]
-    for section, cls in get_type_hints(config.Recipe).items():
-        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-        assert isinstance(body, ast.ClassDef)
-        docs = {}
-        for field, text in zip(body.body, body.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                assert isinstance(field.target, ast.Name)
-                docs[field.target.id] = " ".join(str(text.value.value).split())
-        default = cls()
-        lines.append(f"\n  [{section}] {inspect.getdoc(cls)}")
-        for field_info in dataclasses.fields(cls):
-            value = getattr(default, field_info.name)
-            shown = "" if value in ("", None, (), {}) else f" (default {value})"
-            if isinstance(value, bool):
-                shown = f" true|false (default {str(value).lower()})"
-            head = f"    --{section}.{field_info.name}{shown}"
-            lines += [
-                head,
-                *textwrap.wrap(docs[field_info.name], 96, initial_indent=" " * 8, subsequent_indent=" " * 8),
-            ]
-    return "\n".join(lines)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -100,10 +66,12 @@ def _prepare(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     from slipstream.preflight import cheap_checks
+    from slipstream.recipe import require_warm_start
     from slipstream.training.plan import plan
     from slipstream.training.trainer import train
 
     recipe, console = _recipe(args, overrides), _console()
+    require_warm_start(recipe)
     if args.dry_run:
         from slipstream.recipe import recipe_as_toml
 
@@ -115,19 +83,11 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
-def _only(overrides: list[str], sections: tuple[str, ...], command: str) -> None:
-    """Refuse settings that ``command`` would ignore: a finished run's shape and training are what they were."""
-    for token in overrides:
-        section = token.removeprefix("--").split(".")[0]
-        if token.startswith("--") and "." in token and section not in sections:
-            known = ", ".join(f"[{name}]" for name in sections)
-            raise ConfigError(f"{token} has no effect on {command}, which takes settings of {known} only")
-
-
 def _evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     from slipstream.evaluation import evaluate_path
+    from slipstream.usage import refuse_idle_settings
 
-    _only(overrides, ("run", "target", "data", "evaluation"), "evaluate")
+    refuse_idle_settings(overrides, "evaluate")
     evaluate_path(
         Path(args.path),
         overrides,
@@ -141,16 +101,19 @@ def _evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _export(args: argparse.Namespace, overrides: list[str]) -> int:
     from slipstream.export.zlab import export_run
+    from slipstream.usage import refuse_idle_settings
 
-    _only(overrides, ("run", "target"), "export")
+    refuse_idle_settings(overrides, "export")
     export_run(Path(args.path), Path(args.to), overrides, dry_run=args.dry_run, console=_console())
     return 0
 
 
 def _preflight(args: argparse.Namespace, overrides: list[str]) -> int:
     from slipstream.preflight import CHECKS, run_preflight
+    from slipstream.recipe import require_warm_start
 
     recipe = _recipe(args, overrides)
+    require_warm_start(recipe)
     if args.dry_run:
         _console().print(f"would check {', '.join(CHECKS)} with {recipe.target.path or 'no target'}", markup=False)
         return 0
@@ -160,8 +123,11 @@ def _preflight(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _quickstart(args: argparse.Namespace, overrides: list[str]) -> int:
     from slipstream.quickstart import quickstart
+    from slipstream.usage import refuse_idle_settings
 
-    quickstart(overrides, dry_run=args.dry_run, console=_console())
+    if args.resume:
+        refuse_idle_settings(overrides, "quickstart --resume")
+    quickstart(overrides, resume=args.resume, dry_run=args.dry_run, console=_console())
     return 0
 
 
@@ -194,7 +160,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"slipstream {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
-    recipe_help = "recipe file (.toml); every setting can also be given as --section.key value"
+    recipe_help = "recipe file (.toml); settings behind it, as --section.key value, win over the file"
 
     sub = _add(
         commands,
@@ -279,31 +245,54 @@ def build_parser() -> argparse.ArgumentParser:
         _quickstart,
         "the whole line on a small real model: train, measure, export",
         """
-        Trains a drafter from scratch for SmolLM2-135M-Instruct on two CPU cores in three minutes, evaluates it,
-        and exports it, all into runs/quickstart. An earlier runs/quickstart is renamed, never deleted.
+        Trains a drafter from scratch for SmolLM2-135M-Instruct (three minutes on a CPU), evaluates it and
+        exports it, all into runs/quickstart; six to eight minutes on two idle cores. An earlier runs/quickstart is
+        renamed, never deleted.
+          slipstream quickstart
+          slipstream quickstart --resume        go on with one that was interrupted
         """,
     )
+    sub.add_argument("--resume", action="store_true", help="continue the quickstart in run.directory")
     return parser
+
+
+def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each command by name."""
+    found = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(found.choices)
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the command's arguments, and the settings that are left. Prints help; raises ConfigError for a slip."""
+    from slipstream.usage import command_settings, misplaced_setting, mistyped_option, unknown_command
+
+    parser = build_parser()
+    commands = _subcommands(parser)
+    words = [a for a in arguments if not a.startswith("-")]
+    if words and words[0] not in commands:
+        raise ConfigError(unknown_command(words[0], list(commands)))
+    if words and ("--help" in arguments or "-h" in arguments):
+        commands[words[0]].epilog = command_settings(words[0])
+    args, rest = parser.parse_known_args(arguments)
+    options = [o for p in (parser, *(commands[w] for w in words[:1])) for o in p._option_string_actions]
+    if slip := mistyped_option(rest, options):
+        raise ConfigError(f"{slip}; see `{' '.join(['slipstream', *words[:1]])} --help`")
+    if not words:
+        parser.print_help()
+        raise ConfigError("no command given; start with `slipstream quickstart`")
+    for name in ("recipe", "path"):
+        if slip := misplaced_setting(arguments, name, getattr(args, name, None)):
+            raise ConfigError(slip)
+    return args, rest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    # Transformers and datasets must not reach for the network on local paths, nor talk over our progress display.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     arguments = list(sys.argv[1:] if argv is None else argv)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: what is half-written is removed on the way out
     try:
-        parser = build_parser()
-        if "--help" in arguments or "-h" in arguments:
-            wanted = [a for a in arguments if not a.startswith("-")]
-            if wanted and wanted[0] in ("prepare", "train", "evaluate", "export", "preflight", "quickstart"):
-                sub = parser._subparsers._group_actions[0].choices[wanted[0]]  # type: ignore[union-attr, index]
-                sub.epilog = _settings_help()
-        args, rest = parser.parse_known_args(arguments)
-        if not hasattr(args, "handler"):
-            parser.print_help()
-            raise ConfigError("no command given; start with `slipstream quickstart`")
+        args, rest = _parse(arguments)
         if args.handler is _prepare:
             if args.regenerate and not args.output:
                 raise ConfigError("--regenerate needs --output FILE for the new conversations")

@@ -7,6 +7,8 @@ the other commands do, and the recipe can be copied and changed.
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.config import Recipe
-from slipstream.errors import ConfigError
-from slipstream.recipe import apply_overrides, load_recipe, recipe_as_toml, validate
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.recipe import apply_overrides, load_recipe, recipe_as_toml, require_warm_start, validate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,12 +25,17 @@ if TYPE_CHECKING:
 DATA = Path(__file__).parent / "quickstart_data"
 
 
+def packaged_recipe() -> Recipe:
+    """Return the quickstart's recipe as it lies in the package, its data files named relative to it."""
+    return load_recipe(DATA / "recipe.toml")
+
+
 def quickstart_recipe(overrides: Sequence[str] = ()) -> Recipe:
     """Return the quickstart's recipe, its data files resolved inside the package, with overrides applied.
 
     Raises ConfigError for a bad override.
     """
-    recipe = load_recipe(DATA / "recipe.toml")
+    recipe = packaged_recipe()
     train, heldout = (tuple(str(DATA / f) for f in files) for files in (recipe.data.train, recipe.data.heldout))
     recipe = replace(recipe, data=replace(recipe.data, train=train, heldout=heldout))
     if overrides:
@@ -55,19 +62,20 @@ def step_aside(directory: Path) -> Path | None:
     raise ConfigError(f"{directory} exists and so do its hundred earlier names; move some away")
 
 
-def quickstart(overrides: Sequence[str] = (), *, dry_run: bool = False, console: Console) -> None:
+def quickstart(overrides: Sequence[str] = (), *, resume: bool = False, dry_run: bool = False, console: Console) -> None:
     """Run the whole line into ``run.directory`` (runs/quickstart) and say what to type next.
 
-    Raises every error of the steps; what was finished before it stays in the run directory.
+    ``resume`` goes on with what is there, as its own recipe says: training from the newest checkpoint unless it is
+    done, then evaluation, and the export where there is none. Raises every error of the steps; what was finished
+    before it stays in the run directory.
     """
-    from slipstream.evaluation import evaluate_path
-    from slipstream.export.zlab import export_run
-    from slipstream.preflight import cheap_checks
-    from slipstream.training.trainer import train
-
-    began = time.monotonic()
     recipe = quickstart_recipe(overrides)
     directory = Path(recipe.run.directory)
+    if resume:
+        if not (directory / "recipe.toml").is_file():
+            raise ConfigError(f"there is no run in {directory} to resume; start it without --resume")
+        recipe = load_recipe(directory / "recipe.toml", overrides)
+    require_warm_start(recipe)
     if dry_run:
         console.print(recipe_as_toml(recipe), markup=False)
         return
@@ -75,33 +83,82 @@ def quickstart(overrides: Sequence[str] = (), *, dry_run: bool = False, console:
         import torch
 
         torch.set_num_threads(recipe.run.threads)
+    if not resume and (kept := step_aside(directory)) is not None:
+        console.print(f"An earlier {directory} was renamed to {kept}.", markup=False, soft_wrap=True)
+    try:
+        _run_line(recipe, overrides, resume=resume, console=console)
+    except (KeyboardInterrupt, SlipstreamError) as error:
+        begun = any((directory / "checkpoints").glob("step-*")) and isinstance(error, KeyboardInterrupt)
+        if begun or _trained(directory):
+            elsewhere = "" if directory == Path(packaged_recipe().run.directory) else f" --run.directory {directory}"
+            text = f"What is finished stays in {directory}; go on with: {program()} quickstart --resume{elsewhere}"
+            console.print(text, markup=False, soft_wrap=True)
+        raise
+
+
+def program() -> str:
+    """Return what a shell calls this command by: its name, or its path where the environment is not activated."""
+    beside = Path(sys.executable).with_name("slipstream")
+    return os.path.relpath(beside) if shutil.which("slipstream") is None and beside.is_file() else "slipstream"
+
+
+def training_length(recipe: Recipe) -> str:
+    """Return what ends the training, in words."""
+    training = recipe.training
+    if training.max_minutes > 0:
+        return f"{training.max_minutes:g} minutes"
+    return f"{training.steps} steps" if training.steps > 0 else f"{training.epochs:g} passes over the data"
+
+
+def _trained(directory: Path) -> bool:
+    """Say whether training has come to its end: the drafter is written then."""
+    return (directory / "drafter" / "model.safetensors").is_file()
+
+
+def _run_line(recipe: Recipe, overrides: Sequence[str], *, resume: bool, console: Console) -> None:
+    """Train, evaluate and export."""
+    from slipstream.evaluation import evaluate_path
+    from slipstream.export.zlab import export_run
+    from slipstream.preflight import cheap_checks
+    from slipstream.training.trainer import train
+
+    began = time.monotonic()
+    directory = Path(recipe.run.directory)
 
     def headline(text: str) -> None:
         console.print(f"\n[bold]{text}[/bold]  ({time.monotonic() - began:.0f} s)")
 
-    console.print(
-        f"Training a drafter for {recipe.target.path} from scratch ({recipe.run.device}, {os.cpu_count()} CPU cores), "
-        f"for {recipe.training.max_minutes:g} minutes, into {directory}.",
-        markup=False,
-        soft_wrap=True,
-    )
-    kept = step_aside(directory)
-    if kept is not None:
-        console.print(f"An earlier {directory} was renamed to {kept}.", markup=False, soft_wrap=True)
+    def say(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    if resume:
+        say(f"Going on with the drafter for {recipe.target.path} in {directory}.")
+    else:
+        say(
+            f"Training a drafter for {recipe.target.path} from scratch ({recipe.run.device}, {os.cpu_count()} CPU "
+            f"cores), for {training_length(recipe)}, into {directory}."
+        )
 
     headline("1. Train")
-    train(recipe, argv=["slipstream", "quickstart", *overrides], console=console, preflight=cheap_checks(console))
+    if resume and _trained(directory):
+        say(f"trained already: {directory / 'drafter'}")
+    else:
+        argv = ["slipstream", "quickstart", *(["--resume"] if resume else []), *overrides]
+        train(recipe, argv=argv, resume=resume, console=console, preflight=cheap_checks(console))
     headline("2. Evaluate: real block decoding on held-out prompts")
-    result = evaluate_path(directory, console=console)
+    result = evaluate_path(directory, overrides if resume else (), console=console)
     headline("3. Export: the drafter directory, read back and compared")
-    export_run(directory, directory / "export", console=console)
+    if resume and (directory / "export").exists():
+        say(f"exported already: {directory / 'export'}")
+    else:
+        export_run(directory, directory / "export", overrides if resume else (), console=console)
 
     headline("Done")
     assert result is not None
-    said = what_this_was(result.tau, result.baselines, recipe.training.max_minutes, recipe.run.device)
-    console.print(said, markup=False, soft_wrap=True)
-    console.print(
-        "\nNext, for a model of your own:\n"
+    say(what_this_was(result.tau, result.baselines, training_length(recipe), recipe.run.device))
+    activate = "" if program() == "slipstream" else f"  source {Path(program()).with_name('activate')}\n"
+    say(
+        f"\nNext, for a model of your own:\n{activate}"
         "  copy recipes/minimal.toml to my.toml   and set target.path, data.train (your prompts), data.heldout\n"
         "  slipstream prepare my.toml --regenerate --output answers.jsonl   the target's own answers; then data.train\n"
         "  slipstream prepare my.toml --show 3    look at what is supervised\n"
@@ -109,13 +166,11 @@ def quickstart(overrides: Sequence[str] = (), *, dry_run: bool = False, console:
         "  slipstream preflight my.toml           prove the launch in about a minute\n"
         "  slipstream train my.toml\n"
         "  slipstream evaluate RUN\n"
-        "  slipstream export RUN --to my-drafter",
-        markup=False,
-        soft_wrap=True,
+        "  slipstream export RUN --to my-drafter"
     )
 
 
-def what_this_was(tau: float, baselines: dict[str, float], minutes: float, device: str) -> str:
+def what_this_was(tau: float, baselines: dict[str, float], length: str, device: str) -> str:
     """Return the honest sentence about what a few minutes can and cannot give, with what was measured."""
     name, best = max(baselines.items(), key=lambda item: item[1])
     beside = (
@@ -124,7 +179,7 @@ def what_this_was(tau: float, baselines: dict[str, float], minutes: float, devic
         else f"it beats the best free baseline here ({name.replace('_', ' ')}, {best:.3f})"
     )
     return (
-        f"{minutes:g} minutes of training ({device}) show that the line works and that acceptance rises from the "
+        f"{length} of training ({device}) show that the line works and that acceptance rises from the "
         f"untrained 1.0, here to {tau:.3f} tokens a target pass; {beside}. A drafter that serves well needs GPU hours "
         "and hundreds of millions of tokens."
     )

@@ -25,9 +25,9 @@ def known_keys() -> list[str]:
     return [f"{section}.{f.name}" for section, cls in hints.items() for f in dataclasses.fields(cls)]
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def nearest(name: str, known: Sequence[str], cutoff: float = 0.5) -> str:
     """Return `` Did you mean X?`` for the closest known name, comparing the key alone when the section is off."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     if not close:
         leaf = name.rsplit(".", 1)[-1]
         close = [k for k in known if difflib.SequenceMatcher(None, leaf, k.rsplit(".", 1)[-1]).ratio() > 0.7][:1]
@@ -42,14 +42,14 @@ def recipe_from_dict(tree: dict[str, Any], origin: str) -> Recipe:
     sections = sorted({k.split(".")[0] for k in known})
     for section, body in tree.items():
         if section not in sections:
-            raise ConfigError(f"{origin}: unknown section [{section}].{_nearest(section, sections)}")
+            raise ConfigError(f"{origin}: unknown section [{section}].{nearest(section, sections)}")
         if not isinstance(body, dict):
             raise ConfigError(
                 f"{origin}: {section} is {body!r}, but it is a section: write [{section}] and keys under it"
             )
         for key in body:
             if f"{section}.{key}" not in known:
-                raise ConfigError(f"{origin}: unknown key {section}.{key}.{_nearest(f'{section}.{key}', known)}")
+                raise ConfigError(f"{origin}: unknown key {section}.{key}.{nearest(f'{section}.{key}', known)}")
     try:
         return msgspec.convert(tree, Recipe)
     except msgspec.ValidationError as error:
@@ -171,7 +171,7 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         name = token[2:].split("=", 1)[0].replace("-", "_")
         plain = name.replace(".no_", ".", 1)
         if name not in known and plain not in known:
-            raise ConfigError(f"unknown setting --{name}.{_nearest(name, known)}")
+            raise ConfigError(f"unknown setting --{name}.{nearest(name, known)}")
     stderr, stdout = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,19 +11,60 @@ import pytest
 
 from slipstream.cli import build_parser, main
 from slipstream.recipe import known_keys
+from slipstream.usage import SECTIONS
 
 COMMANDS = ("prepare", "train", "evaluate", "export", "preflight", "quickstart")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_names_every_setting_with_its_text(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as left:
         main([command, "--help"])
     assert left.value.code == 0
-    text = capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_every_setting_that_has_an_effect(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(command, capsys)
     assert f"slipstream {command}" in text
     for key in known_keys():
-        assert f"--{key}" in text
+        takes = SECTIONS.get(command)
+        assert (f"    --{key}" in text) == (takes is None or key.split(".")[0] in takes), key
+
+
+def test_help_of_train_shows_allowed_words_and_kinds(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of("train", capsys)
+    for part in (
+        "--run.directory TEXT (default runs/drafter)",
+        "--target.dtype auto|float32|bfloat16|float16 (default auto)",
+        "--target.revision TEXT\n",
+        "--training.attention auto|flex|dense (default auto)",
+        "--data.thinking auto|on|off (default auto)",
+        "--data.train TEXT ...\n",
+        "--data.template_kwargs.NAME VALUE\n",
+        "--training.preflight true|false (default true)",
+        "--training.learning_rate X (default 0.0006)",
+        "--training.steps N (default 0)",
+    ):
+        assert part in text
+
+
+def test_help_of_quickstart_shows_its_own_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of("quickstart", capsys)
+    assert "--run.directory TEXT (default runs/quickstart)" in text
+    assert "--training.max_minutes X (default 3)" in text
+    assert "--data.train TEXT ... (default answers_train.jsonl.gz)" in text
+    assert "--resume" in text
+
+
+def test_help_of_evaluate_claims_no_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "(default" not in help_of("evaluate", capsys)
+
+
+def test_the_number_of_tokenizer_threads_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    main(["train", "nowhere.toml"])
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
 
 
 def test_help_loads_no_torch() -> None:
@@ -46,7 +88,25 @@ def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["trian"], "invalid choice: 'trian'"),
+        (["trian"], "unknown command 'trian'. Did you mean train?"),
+        (["trian", "--help"], "Did you mean train?"),
+        (["xyz"], "The commands are prepare, train"),
+        (["prepare", "r.toml", "--shw", "3"], "unknown option --shw. Did you mean --show?"),
+        (["train", "r.toml", "--resum"], "Did you mean --resume?"),
+        (["train", "r.toml", "-resume"], "Did you mean --resume?"),
+        (["train", "r.toml", "--dryrun"], "Did you mean --dry-run?"),
+        (["train", "r.toml", "--steps", "3"], "Did you mean training.steps?"),
+        (["evaluate", "run", "--draftr=x"], "Did you mean --drafter?"),
+        (["--versio"], "Did you mean --version?"),
+        (["--dry-run", "train", "r.toml"], "--dry-run stands before the command"),
+        (["train", "--training.steps", "3", "r.toml"], "slipstream train RECIPE --training.steps 3"),
+        (["evaluate", "--run.device", "cpu", "run"], "slipstream evaluate PATH --run.device cpu"),
+        (["train", "r.toml", "--drafter.warm_start", "gone"], "drafter.warm_start is gone"),
+        (["train", "r.toml", "--drafter.warm_start", "gone", "--dry-run"], "drafter.warm_start is gone"),
+        (["preflight", "r.toml", "--drafter.warm_start", "gone"], "drafter.warm_start is gone"),
+        (["quickstart", "--drafter.warm_start", "gone"], "drafter.warm_start is gone"),
+        (["quickstart", "--resume", "--training.steps", "9"], "no effect on quickstart --resume"),
+        (["quickstart", "--resume", "--run.directory", "nowhere"], "there is no run in nowhere"),
         (["train"], "required: recipe"),
         (["train", "nowhere.toml"], "nowhere.toml does not exist"),
         (["train", "r.toml", "--training.stepz", "3"], "Did you mean training.steps?"),

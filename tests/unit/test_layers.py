@@ -21,6 +21,7 @@ LAYERS = (
     ("preflight", "evaluation", "preparation"),
     ("export",),
     ("quickstart",),
+    ("usage",),
     ("cli",),
     ("__main__",),
 )

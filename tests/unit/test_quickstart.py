@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
+from slipstream import evaluation
 from slipstream.errors import ConfigError
-from slipstream.quickstart import quickstart_recipe, step_aside, what_this_was
+from slipstream.quickstart import program, quickstart, quickstart_recipe, step_aside, what_this_was
+from support.tiny_run import lines, make_inputs, overrides
 
 
 def test_the_recipe_names_files_that_are_there() -> None:
@@ -52,7 +59,89 @@ def test_an_earlier_run_is_renamed_and_keeps_everything(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("lookup", "says"), [(1.5, "prompt lookup reaches 1.500"), (1.1, "beats the best free")])
 def test_the_honest_sentence_names_what_was_measured(lookup: float, says: str) -> None:
-    text = what_this_was(1.1234, {"bigram": 1.05, "prompt_lookup": lookup}, 3.5, "cpu")
+    text = what_this_was(1.1234, {"bigram": 1.05, "prompt_lookup": lookup}, "3.5 minutes", "cpu")
     assert "1.123" in text
     assert "3.5 minutes" in text
     assert says in text
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def arguments(root: Path, run: Path) -> list[str]:
+    """Return what makes a quickstart of a few steps on a tiny target."""
+    return overrides(
+        root, run, data__heldout=root / "heldout.jsonl", drafter__mask_token_id=-1, training__checkpoint_every=2,
+        training__evaluate_every=0, training__max_minutes=0.0, training__preflight="false", evaluation__batch_size=2,
+    )  # fmt: skip
+
+
+def say(overrides: list[str], **options: Any) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    try:
+        quickstart(overrides, console=console, **options)
+    except BaseException as error:
+        error.add_note(console.file.getvalue())  # type: ignore[attr-defined]
+        raise
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_interrupted_while_training_it_goes_on_to_the_end(root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    text = say(arguments(root, run))
+    assert "for 4 steps, into" in text
+    assert "4 steps of training (cpu) show" in text
+    finished = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+    assert (run / "export" / "config.json").is_file()
+    for gone in ("drafter", "export", "checkpoints/step-4"):
+        shutil.rmtree(run / gone)
+    (run / "evaluation.json").unlink()
+    text = say(["--run.directory", str(run)], resume=True)
+    assert "resumed from" in text
+    assert [row["step"] for row in lines(run)] == [1, 2, 3, 4]
+    again = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
+    assert again["tau"] == finished["tau"]
+    assert (run / "export" / "config.json").is_file()
+
+
+def test_interrupted_after_training_it_says_how_to_go_on_and_trains_no_more(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "evaluate_path", interrupt)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            say(arguments(root, run))
+    assert f"slipstream quickstart --resume --run.directory {run}" in caught.value.__notes__[0]
+    before = (run / "metrics.jsonl").read_bytes()
+    text = say(["--run.directory", str(run)], resume=True)
+    assert "trained already" in text
+    assert "Done" in text
+    assert (run / "metrics.jsonl").read_bytes() == before
+    text = say(["--run.directory", str(run)], resume=True)  # a finished one: nothing is written but the evaluation
+    assert "exported already" in text
+
+
+def test_the_command_is_named_by_its_path_where_no_shell_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("python", "slipstream"):
+        (tmp_path / name).write_text("", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    monkeypatch.chdir(tmp_path.parent)
+    monkeypatch.setenv("PATH", "")
+    assert program() == f"{tmp_path.name}/slipstream"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program() == "slipstream"
+
+
+def test_nothing_to_resume_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no run in .*gone to resume; start it without --resume"):
+        say(["--run.directory", str(tmp_path / "gone")], resume=True)
