@@ -155,7 +155,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="slipstream",
         description="Train a DFlash drafter for your model, and prove what a server will get from it.",
-        epilog="First time? `slipstream quickstart` runs the whole line on a small real model, without a GPU.",
+        epilog="First time? `slipstream quickstart` runs the whole line on a small real model, without a GPU. "
+        "`slipstream COMMAND --help` lists a command's options and settings.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"slipstream {__version__}")
@@ -237,7 +238,7 @@ def build_parser() -> argparse.ArgumentParser:
         """,
     )
     sub.add_argument("recipe", help=recipe_help)
-    sub.add_argument("--output", metavar="FILE", help="where the JSON report goes")
+    sub.add_argument("--output", metavar="FILE", help="file for the report as JSON; without it none is written")
 
     sub = _add(
         commands,

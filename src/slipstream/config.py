@@ -28,13 +28,14 @@ class TargetConfig:
     """The frozen model that is to be accelerated."""
 
     path: str = ""
-    """Directory, hub id or .gguf file of a causal language model that transformers loads; or `smollm2`."""
+    """Directory, hub id or .gguf file of a causal language model that transformers loads; or `smollm2`, the
+    quickstart's model."""
     revision: str | None = None
     """Hub revision; ignored for local paths."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Weights' dtype. auto: bfloat16 where the hardware has it, else float32."""
     attention: str = "sdpa"
-    """transformers' attention implementation for the target."""
+    """transformers' attention implementation for the target: sdpa, eager, flash_attention_2 and others."""
     packing: Literal["auto", "packed", "unpacked"] = "auto"
     """packed rows in one pass, or each document alone. auto: packed if a probe shows the features to be equal."""
     trust_remote_code: bool = False

@@ -179,7 +179,7 @@ def what_this_was(tau: float, baselines: dict[str, float], length: str, device: 
         else f"it beats the best free baseline here ({name.replace('_', ' ')}, {best:.3f})"
     )
     return (
-        f"{length} of training ({device}) show that the line works and that acceptance rises from the "
-        f"untrained 1.0, here to {tau:.3f} tokens a target pass; {beside}. A drafter that serves well needs GPU hours "
+        f"{length} of training ({device}) show that the line works. Untrained, acceptance is 1.0 tokens a target pass; "
+        f"here it is {tau:.3f}; {beside}. A drafter that serves well needs GPU hours "
         "and hundreds of millions of tokens."
     )

@@ -21,6 +21,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "export": ("run", "target"),
     "quickstart --resume": ("run", "target", "evaluation"),
 }
+# A finished run is where it is: these commands are given its path.
+IDLE = {("evaluate", "run.directory"), ("export", "run.directory")}
 HEADING = "settings (in the recipe as [section] key = value, or behind it on the command line as --section.key value):"
 
 
@@ -62,16 +64,24 @@ def _texts(cls: type) -> dict[str, str]:
     }
 
 
-def settings_help(sections: Sequence[str] = (), *, heading: str = HEADING, defaults: Recipe | None = None) -> str:
-    """List the settings of ``sections`` (none: all) with what each takes and its text, and its default if given."""
-    lines = [heading]
+def has_effect(key: str, command: str) -> bool:
+    """Say whether a setting (``section.key``) changes what ``command`` does."""
+    sections = SECTIONS.get(command)
+    return (sections is None or key.split(".")[0] in sections) and (command, key) not in IDLE
+
+
+def settings_help(command: str, *, heading: str = HEADING, defaults: Recipe | None = None) -> str:
+    """List the settings of ``command`` with what each takes and its text, and its default if ``defaults`` are given."""
+    lines = [heading, "N is a whole number, X any number; where ... stands, one or more values follow."]
     for section, cls in get_type_hints(Recipe).items():
-        if sections and section not in sections:
+        if section not in SECTIONS.get(command, (section,)):
             continue
         texts, hints = _texts(cls), get_type_hints(cls)
         lines.append(f"\n  [{section}] {inspect.getdoc(cls)}")
         for field in dataclasses.fields(cls):
             name = f"--{section}.{field.name}"
+            if not has_effect(f"{section}.{field.name}", command):
+                continue
             hint = hints[field.name]
             head = f"{name}.NAME VALUE" if get_origin(hint) is dict else f"{name} {kind(hint)}"
             shown = written(getattr(getattr(defaults, section), field.name)) if defaults is not None else ""
@@ -82,10 +92,9 @@ def settings_help(sections: Sequence[str] = (), *, heading: str = HEADING, defau
 
 def command_settings(command: str) -> str:
     """Return the list of settings below a command's help, with the defaults that they have in this command."""
-    sections = SECTIONS.get(command, ())
     if command in ("evaluate", "export"):
         return settings_help(
-            sections, heading="settings (as --section.key value; what is not given is as the run's own recipe says):"
+            command, heading="settings (as --section.key value; what is not given is as the run's own recipe says):"
         )
     if command == "quickstart":
         from slipstream.quickstart import packaged_recipe
@@ -93,15 +102,15 @@ def command_settings(command: str) -> str:
         heading = (
             "settings (as --section.key value; the defaults are the quickstart's own, its files are in the package):"
         )
-        return settings_help(sections, heading=heading, defaults=packaged_recipe())
-    return settings_help(sections, defaults=Recipe())
+        return settings_help(command, heading=heading, defaults=packaged_recipe())
+    return settings_help(command, defaults=Recipe())
 
 
 def refuse_idle_settings(overrides: Sequence[str], command: str) -> None:
     """Refuse settings that ``command`` would ignore: a finished run's shape and training are what they were."""
     for token in overrides:
-        section = token.removeprefix("--").split(".")[0]
-        if token.startswith("--") and "." in token and section not in SECTIONS[command]:
+        key = token.removeprefix("--").partition("=")[0]
+        if token.startswith("--") and "." in key and not has_effect(key, command):
             known = ", ".join(f"[{name}]" for name in SECTIONS[command])
             raise ConfigError(f"{token} has no effect on {command}, which takes settings of {known} only")
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from slipstream.usage import kind, misplaced_setting, mistyped_option, unknown_command, written
+from slipstream.usage import has_effect, kind, misplaced_setting, mistyped_option, unknown_command, written
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,11 @@ def test_settings_behind_the_recipe_and_with_an_equals_sign_are_in_place() -> No
     assert misplaced_setting(["train", "r.toml", "--training.steps", "3"], "recipe", "r.toml") is None
     assert misplaced_setting(["train", "--training.steps=3", "r.toml"], "recipe", "r.toml") is None
     assert misplaced_setting(["quickstart"], "recipe", None) is None
+
+
+def test_settings_with_an_effect() -> None:
+    assert has_effect("training.steps", "train")
+    assert has_effect("run.directory", "train")
+    assert has_effect("run.device", "evaluate")
+    assert not has_effect("run.directory", "evaluate")
+    assert not has_effect("training.steps", "export")
