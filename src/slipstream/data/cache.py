@@ -1,6 +1,7 @@
 """Arrays on disk: one file for each key, written aside and renamed, checked by digest when read, locked while built.
 
 A file is safetensors (read through a memory map), so that several processes share one copy and any tool can open it.
+It carries a digest of the code that made it: what other code rendered is built anew, never taken for one's own.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.metadata
 import json
 import os
 import struct
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,12 @@ import numpy as np
 from slipstream.errors import DataError
 
 _DTYPES = {"I32": np.int32, "I64": np.int64, "BOOL": np.bool_}
+
+
+# Modules of this package that turn a source into rows; a new one of that kind belongs here.
+_ROW_MODULES = ("conversations", "fit", "pack", "reason", "render", "rows", "template")
+# Libraries whose version can change what a template renders or which ids a text gets.
+_ROW_LIBRARIES = ("transformers", "tokenizers", "jinja2")
 
 
 class DamagedCache(Exception):
@@ -32,6 +41,32 @@ def cache_directory() -> Path:
     return Path(given) if given else Path.home() / ".cache" / "slipstream"
 
 
+def row_sources() -> list[Path]:
+    """Return the source files that decide how rows come out of conversations."""
+    here = Path(__file__).parent
+    return [here.parent / "records.py", *(here / f"{name}.py" for name in _ROW_MODULES)]
+
+
+@cache
+def code_digest() -> str:
+    """Return a digest of the code that makes rows: our own modules' sources, and the versions of what they call.
+
+    Computed once for a process. Files are stamped with it, so that no format number has to be remembered.
+    """
+    digest = hashlib.sha256()
+    for source in row_sources():
+        digest.update(f"{source.name}\0".encode())
+        with contextlib.suppress(OSError):  # installed without sources: the version, below, stands for them
+            digest.update(hashlib.sha256(source.read_bytes()).digest())
+    for library in ("slipstream", *_ROW_LIBRARIES):
+        try:
+            version = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            version = ""
+        digest.update(f"{library} {version}\0".encode())
+    return digest.hexdigest()[:32]
+
+
 def write_arrays(path: Path, arrays: dict[str, np.ndarray], note: dict[str, Any]) -> None:
     """Write arrays (int32, int64, bool) and a JSON note, atomically: readers see the old file, none, or all of the new.
 
@@ -41,7 +76,9 @@ def write_arrays(path: Path, arrays: dict[str, np.ndarray], note: dict[str, Any]
     from safetensors.numpy import save_file
 
     whole = {name: np.ascontiguousarray(a) for name, a in arrays.items()}
-    text = json.dumps({"note": note, "digests": {n: _digest(a) for n, a in whole.items()}}, sort_keys=True)
+    text = json.dumps(
+        {"note": note, "code": code_digest(), "digests": {n: _digest(a) for n, a in whole.items()}}, sort_keys=True
+    )
     # One key: safetensors writes several in an order that varies, and equal data is to give equal bytes.
     metadata = {"slipstream": f"{hashlib.sha256(text.encode()).hexdigest()} {text}"}
     aside = path.with_name(f"{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
@@ -63,7 +100,7 @@ def write_arrays(path: Path, arrays: dict[str, np.ndarray], note: dict[str, Any]
 def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Return the arrays, read-only and memory-mapped, and the note. Every byte is compared with its digest first.
 
-    Raises FileNotFoundError if there is no file and DamagedCache if it is not whole.
+    Raises FileNotFoundError if there is no file, or one that other code made, and DamagedCache if it is not whole.
     """
     with path.open("rb") as stream:
         prefix = stream.read(8)
@@ -80,6 +117,8 @@ def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
             raise DamagedCache(f"its header cannot be read ({type(error).__name__})") from None
         if not whole or set(told["digests"]) != set(header):
             raise DamagedCache("its header was changed")
+        if told.get("code") != code_digest():
+            raise FileNotFoundError(f"the cache file {path} was made by other code")
         arrays: dict[str, np.ndarray] = {}
         for name, entry in header.items():
             try:

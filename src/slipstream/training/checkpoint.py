@@ -37,6 +37,7 @@ from slipstream.provenance import plain, sync_directory, write_json
 from slipstream.training.disk import free_bytes, size_words
 
 MARKER = "COMPLETE"
+ROWS_NAME = "data.rows"  # the identity's name for the rows themselves
 FORMAT = 1
 _NAME = re.compile(r"step-(\d+)")
 _ASIDE = (".writing-", ".removing-")
@@ -298,6 +299,12 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], checkpo
     """
     for name in [*saved, *(n for n in current if n not in saved)]:
         before, now = plain(saved.get(name)), plain(current.get(name))
+        if before != now and name == ROWS_NAME:
+            raise CheckpointError(
+                f"{checkpoint} was made with {name} = {before!r}, this run has {now!r}: the same data gives other rows "
+                "here; resume with the versions of slipstream, transformers and tokenizers in its run.json, or start "
+                f"another run.directory with drafter.warm_start = {str(checkpoint / 'drafter')!r}"
+            )
         if before != now:
             raise CheckpointError(
                 f"{checkpoint} was made with {name} = {before!r}, this run has {now!r}; resume with the old value, "

@@ -11,10 +11,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from slipstream.config import Recipe
 from slipstream.errors import CheckpointError, TrainingError
-from slipstream.provenance import plain, session_record, start_record, write_atomically, write_json
+from slipstream.provenance import package_versions, plain, session_record, start_record, write_atomically, write_json
 from slipstream.recipe import recipe_as_toml
+from slipstream.training.hardware import device_name
+
+_LIBRARIES = ("slipstream", "torch", "transformers", "triton")  # those that compute, of all that are recorded
+
+
+def _library_versions(session: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the versions that a session's record holds of the libraries that compute."""
+    versions = session.get("versions")
+    return {name: versions.get(name) for name in _LIBRARIES} if isinstance(versions, dict) else {}
 
 
 class RunDirectory:
@@ -69,6 +80,7 @@ class RunDirectory:
         ``identity``: as in the checkpoints; it says which target and data the drafter belongs to when they are gone.
         """
         record = start_record(argv, seed=recipe.run.seed, device=device, identity=identity)
+        record["device_name"] = device_name(torch.device(device))
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._acquire()
@@ -125,7 +137,7 @@ class RunDirectory:
                 if before.get(section, {}).get(key) != after.get(section, {}).get(key)
             }
             session = {"from_step": step, "changed_settings": changed, **session_record(argv, device=device)}
-            record["resumed"].append(session)
+            record["resumed"].append({**session, "device_name": device_name(torch.device(device))})
             if identity is not None:
                 record["identity"] = plain(identity)
             write_atomically(self.path / "recipe.toml", recipe_as_toml(recipe))
@@ -135,6 +147,36 @@ class RunDirectory:
                 f"run directory {self.path} cannot be resumed: {error.strerror or error}; make room or rights there"
             ) from error
         return record
+
+    def environment_changes(self, device: str) -> list[str]:
+        """Return what this process has other than any earlier session of the run, as ``name before -> now``.
+
+        Libraries, threads and the device's model: they may change the last bits of a step, so that a resume repeats an
+        uninterrupted run only where the list is empty. What a record does not hold is not compared.
+        """
+        now: dict[str, Any] = {
+            **_library_versions({"versions": package_versions()}),
+            "threads": torch.get_num_threads(),
+            "device": device_name(torch.device(device)),
+        }
+        try:
+            record = self._read("run.json")
+        except CheckpointError:
+            return []
+        resumed = record.get("resumed")
+        changed: dict[str, str] = {}
+        for session in [record, *(resumed if isinstance(resumed, list) else [])]:
+            if not isinstance(session, dict):
+                continue
+            before = {
+                **_library_versions(session),
+                "threads": session.get("threads"),
+                "device": session.get("device_name"),
+            }
+            for name, value in now.items():
+                if before.get(name) is not None and before[name] != value:
+                    changed.setdefault(name, f"{name} {before[name]} -> {value}")
+        return [changed[name] for name in now if name in changed]
 
     def _acquire(self) -> None:
         """Take the lock, or say who may hold it. A killed process holds none."""

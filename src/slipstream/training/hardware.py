@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -33,6 +35,18 @@ def resolve_device(requested: str) -> torch.device:
             f"run.device is {requested!r}, but there are {torch.cuda.device_count()} GPUs, counted from 0"
         )
     return torch.device("cuda", index)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the model of a GPU, or of the processor: results are equal to the bit on one model only."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, "") or platform.processor() or platform.machine()
 
 
 def resolve_precision(requested: Literal["auto", "bfloat16", "float32"], device: torch.device) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ from slipstream.errors import DrafterError, TrainingError
 from slipstream.target.features import FeatureReader
 from slipstream.target.mask_token import resolve_mask_token
 from slipstream.target.model import Target, TargetInfo, load_target
-from slipstream.training.checkpoint import check_identity
+from slipstream.training.checkpoint import ROWS_NAME, check_identity
+from slipstream.training.directory import RunDirectory
 from slipstream.training.hardware import resolve_attention, resolve_device, resolve_precision
 from slipstream.training.step import StepSettings, resolve_step_settings
 
@@ -108,13 +110,22 @@ def source_identity(target: Target) -> dict[str, Any]:
     }
 
 
+def rows_digest(dataset: PackedDataset) -> str:
+    """Return a digest of the rows themselves: other versions may render the same sources under the same key anew."""
+    digest = hashlib.sha256(f"{len(dataset)} {dataset.row_length}".encode())
+    for ids, mask in dataset.documents():
+        digest.update(f" {len(ids)} ".encode() + ids.tobytes() + mask.tobytes())
+    return digest.hexdigest()[:32]
+
+
 def prepare(
     recipe: Recipe, *, say: Callable[[str], None], expected: tuple[Mapping[str, Any], Path] | None = None
 ) -> PreparedRun:
     """Load and build everything; say what ``auto`` became. Nothing is written but caches.
 
     ``expected``: the identity of the checkpoint that is resumed, and its path; the first difference is a
-    CheckpointError. Raises the errors of each part.
+    CheckpointError; other libraries, threads or another device than the run's are one line of warning. Raises the
+    errors of each part.
     """
     training = recipe.training
     if recipe.run.threads > 0:
@@ -141,7 +152,12 @@ def prepare(
         training, block_size=config.block_size, vocab_rows=config.vocab_size, precision=precision
     )
     identity |= {f"drafter.{f.name}": getattr(config, f.name) for f in dataclasses.fields(config)}
-    identity |= {"data.key": dataset.key, "run.seed": recipe.run.seed, "device": device.type}
+    identity |= {
+        "data.key": dataset.key,
+        ROWS_NAME: rows_digest(dataset),
+        "run.seed": recipe.run.seed,
+        "device": device.type,
+    }
     identity |= {
         f"training.{f.name}": getattr(training, f.name)
         for f in dataclasses.fields(training)
@@ -155,6 +171,11 @@ def prepare(
     }
     if expected is not None:
         check_identity(expected[0], identity, expected[1])
+        if changes := RunDirectory(expected[1].parents[1]).environment_changes(str(device)):
+            say(
+                f"warning: not as before: {', '.join(changes)}; the run goes on, but no longer repeats an "
+                "uninterrupted one to the bit"
+            )
     if dataset.row_length < config.block_size:
         raise TrainingError(
             f"data.row_length is {dataset.row_length}, shorter than a block of {config.block_size}; raise it"

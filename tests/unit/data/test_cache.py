@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from slipstream.data import cache
 from slipstream.data.cache import DamagedCache, build_lock, cache_directory, read_arrays, write_arrays
 from slipstream.errors import DataError
 
@@ -66,6 +67,54 @@ def test_damaged_bytes_and_cuts_are_noticed(tmp_path: Path) -> None:
 def test_missing(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_arrays(tmp_path / "gone")
+
+
+def test_a_file_of_other_code_is_as_good_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a"
+    write_arrays(path, ARRAYS, {"rows": 3})
+    monkeypatch.setattr(cache, "code_digest", lambda: "other")
+    with pytest.raises(FileNotFoundError, match="was made by other code"):
+        read_arrays(path)
+    write_arrays(path, ARRAYS, {"rows": 4})
+    assert read_arrays(path)[1] == {"rows": 4}
+
+
+def test_the_code_is_what_makes_rows_and_the_versions_that_render(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.metadata
+
+    sources = {p.name for p in cache.row_sources()}
+    assert {"render.py", "template.py", "rows.py", "fit.py", "pack.py", "conversations.py", "records.py"} <= sources
+    assert all(p.is_file() for p in cache.row_sources())
+    before = cache.code_digest()
+    assert cache.code_digest() == before
+    for name in ("transformers", "tokenizers", "jinja2"):
+        with monkeypatch.context() as patch:
+            real = importlib.metadata.version
+            patch.setattr(importlib.metadata, "version", lambda n, name=name, real=real: "9" if n == name else real(n))
+            cache.code_digest.cache_clear()
+            assert cache.code_digest() != before
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda self: b"changed" if self.name == "render.py" else b"same")
+        cache.code_digest.cache_clear()
+        changed = cache.code_digest()
+        patch.setattr(Path, "read_bytes", lambda self: b"same")
+        cache.code_digest.cache_clear()
+        assert cache.code_digest() != changed
+    cache.code_digest.cache_clear()
+    assert cache.code_digest() == before
+
+
+def test_rows_are_built_again_when_their_code_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.config import DataConfig
+    from slipstream.data.pack import build_dataset
+    from support.tiny import tiny_tokenizer, write_conversations
+
+    rendered: list[int] = []
+    data = DataConfig(train=(str(write_conversations(tmp_path / "c.jsonl", 3)),))
+    for code, times in (("one", 1), ("one", 1), ("two", 2), ("two", 2)):
+        monkeypatch.setattr(cache, "code_digest", lambda code=code: code)
+        dataset = build_dataset(data, tiny_tokenizer(), cache_dir=tmp_path, progress=rendered.append)
+        assert (len(rendered), dataset.notes) == (3 * times, ())
 
 
 def test_full_disk_leaves_the_old_file_and_no_leavings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,3 +58,29 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path):
 def test_nothing_to_resume(tmp_path: Path):
     with RunDirectory(tmp_path / "run") as run, pytest.raises(CheckpointError, match="no run in"):
         run.require_existing()
+
+
+def test_what_changed_around_a_run(tmp_path: Path):
+    import torch
+
+    with RunDirectory(tmp_path / "run") as run:
+        record = run.create(Recipe(), [], device="cpu")
+        assert record["device_name"]
+        assert run.environment_changes("cpu") == []
+        record["versions"] |= {"torch": "1.0", "transformers": "2.0", "datasets": "0.1"}  # the last moves no weight
+        record |= {"threads": 999, "device_name": "an abacus"}
+        (run.path / "run.json").write_text(json.dumps(record))
+        changes = run.environment_changes("cpu")
+        assert [c.split(" ")[0] for c in changes] == ["torch", "transformers", "threads", "device"]
+        assert changes[2] == f"threads 999 -> {torch.get_num_threads()}"
+        assert changes[3].startswith("device an abacus -> ")
+        # What an earlier session did stays in the weights, though the last one was as this one.
+        again = run.reopen(Recipe(), [], device="cpu", step=3)
+        assert again["resumed"][0]["device_name"] != "an abacus"
+        assert len(run.environment_changes("cpu")) == 4
+        del record["device_name"]  # a run of an older version
+        (run.path / "run.json").write_text(json.dumps(record))
+        assert len(run.environment_changes("cpu")) == 3
+        for damaged in ("", "[]", '{"versions": 3, "resumed": 4}', '{"resumed": [5]}'):
+            (run.path / "run.json").write_text(damaged)
+            assert run.environment_changes("cpu") == []  # reopen says what is wrong with it

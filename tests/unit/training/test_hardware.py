@@ -53,3 +53,11 @@ def test_attention_follows_the_device():
     assert hardware.resolve_attention("dense", torch.device("cuda")) == "dense"
     with pytest.raises(TrainingError, match=r"training\.attention is flex.*use dense"):
         hardware.resolve_attention("flex", CPU)
+
+
+def test_the_device_has_a_name(monkeypatch: pytest.MonkeyPatch):
+    name = hardware.device_name(torch.device("cpu"))
+    assert name
+    assert "\n" not in name
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    assert hardware.device_name(torch.device("cuda", 1)) == "GPU 1"

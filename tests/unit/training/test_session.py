@@ -1,11 +1,16 @@
-"""Steps from epochs."""
+"""Steps from epochs; what a resume is told and refused; facts that a target must name."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import pytest
 
 from slipstream.config import TrainingConfig
+from slipstream.errors import CheckpointError
 from slipstream.training.session import resolve_steps
+from support.tiny_run import make_inputs, quiet_train, tiny_recipe
 
 
 @pytest.mark.parametrize(
@@ -20,3 +25,30 @@ from slipstream.training.session import resolve_steps
 )
 def test_steps(settings: dict, rows: int, expected: int | None):
     assert resolve_steps(TrainingConfig(**settings), rows) == expected
+
+
+def test_a_resume_elsewhere_is_warned_of_in_one_line_and_other_rows_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    make_inputs(tmp_path)
+    recipe = tiny_recipe(tmp_path, tmp_path / "run", training__steps=1)
+    quiet_train(recipe)
+    assert "warning" not in quiet_train(recipe, resume=True)[1]
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    record["versions"]["torch"] = "1.0"
+    record["threads"] = 999
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    told = [line for line in quiet_train(recipe, resume=True)[1].splitlines() if line.startswith("warning")]
+    assert len(told) == 1
+    assert "torch 1.0 -> " in told[0]
+    assert "threads 999 -> 1" in told[0]
+    assert "to the bit" in told[0]
+
+    from slipstream.data import cache, fit
+
+    # Another version renders other rows under the same key.
+    monkeypatch.setattr(cache, "code_digest", lambda: "another version")
+    monkeypatch.setattr(fit, "best_fit", lambda lengths, room: [[i] for i in range(len(lengths))])
+    with pytest.raises(CheckpointError, match=r"was made with data\.rows .*other rows.*transformers") as caught:
+        quiet_train(recipe, resume=True)
+    assert "\n" not in str(caught.value)
