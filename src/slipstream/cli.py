@@ -84,7 +84,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
-    from slipstream.evaluation import evaluate_path
+    from slipstream.evaluation.command import evaluate_path
     from slipstream.usage import refuse_idle_settings
 
     refuse_idle_settings(overrides, "evaluate")

@@ -40,14 +40,15 @@ def prepare(
         return None
     if regenerate_to is not None:
         return _regenerate(recipe, regenerate_to, console)
-    return _pack(recipe, show, console)
+    return _pack(recipe, show, console, compare=sources == "train")
 
 
-def _pack(recipe: Recipe, show: int, console: Console) -> PackedDataset:
+def _pack(recipe: Recipe, show: int, console: Console, *, compare: bool) -> PackedDataset:
     from slipstream.data.conversations import read_conversations
     from slipstream.data.pack import build_dataset
     from slipstream.data.render import Renderer
     from slipstream.target.description import describe_target
+    from slipstream.training.heldout import overlap
 
     info, tokenizer, _ = describe_target(recipe.target)
     if show > 0:
@@ -75,6 +76,10 @@ def _pack(recipe: Recipe, show: int, console: Console) -> PackedDataset:
         )
     for line in (*dataset.notes, *dataset.report.lines()):
         console.print(line, markup=False, soft_wrap=True)
+    if compare:
+        warning = overlap(recipe.data, tokenizer, info, dataset)
+        if warning is not None:
+            console.print(warning, markup=False, style="yellow", soft_wrap=True)
     return dataset
 
 

@@ -117,7 +117,7 @@ def _trained(directory: Path) -> bool:
 
 def _run_line(recipe: Recipe, overrides: Sequence[str], *, resume: bool, console: Console) -> None:
     """Train, evaluate and export."""
-    from slipstream.evaluation import evaluate_path
+    from slipstream.evaluation.command import evaluate_path
     from slipstream.export.zlab import export_run
     from slipstream.preflight import cheap_checks
     from slipstream.training.trainer import train

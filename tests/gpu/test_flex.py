@@ -16,7 +16,7 @@ from slipstream.drafter.anchors import sample_blocks
 from slipstream.drafter.attention import TILE, DenseAttention, FlexAttention, TileMask, build_attention
 from slipstream.drafter.loss import chunked_loss, naive_loss
 from slipstream.drafter.model import DraftModel
-from slipstream.errors import PreflightError
+from slipstream.errors import DrafterError, PreflightError
 from support.drafting import draw_blocks, normal, packed_batch, randomise, tiny_drafter_config
 
 pytestmark = pytest.mark.gpu
@@ -43,6 +43,7 @@ SHAPES = [
     (([1000], [500, 300]), 1024, 24, 16, 300),
     (([50], []), 64, 3, 4, 5),
     (([], []), 256, 16, 16, 0),
+    (([100, 60], [150], [192], [9]), 192, 12, 8, 0),  # fewer queries than a tile: the decoding kernel has no such shape
 ]
 
 
@@ -74,6 +75,11 @@ def test_flex_equals_dense_in_values_and_gradients(documents, context, anchors, 
             assert bool(ours.isfinite().all()), name
             error = (ours - exact).abs().max() / exact.abs().max().clamp(min=1e-3)
             assert error < tolerance, (name, layer, error)
+
+
+def test_heads_that_are_too_small_are_refused():
+    with pytest.raises(DrafterError, match=r"head_dim is 8; .* training\.attention = dense"):
+        build_attention("auto", model_config(head_dim=8), 1, 64, 4, DEVICE)
 
 
 @pytest.mark.parametrize("sliding", [0, 100])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 from slipstream.drafter.store import load_drafter
@@ -17,6 +19,7 @@ from slipstream.errors import CheckpointError, DataError, DecodingError, Drafter
 from slipstream.recipe import load_recipe
 from slipstream.training import checkpoint, loop
 from slipstream.training.plan import plan
+from slipstream.training.trainer import train
 from support.tiny import write_conversations
 from support.tiny_run import lines, make_inputs, quiet_train, tiny_recipe
 
@@ -128,6 +131,26 @@ def test_an_evaluation_that_fails_costs_neither_the_run_nor_the_drafter(
     assert (summary.drafter / "model.safetensors").is_file()
     lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8")
     assert "all responses ended" in lines
+
+
+def test_lossy_decoding_is_said_and_ends_with_an_error_after_the_drafter_is_written(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from slipstream.training import loop
+
+    genuine = loop.decoded_acceptance
+    monkeypatch.setattr(loop, "decoded_acceptance", lambda *a: {**genuine(*a), "lossless_equal": 1, "lossy": 1})
+    told = io.StringIO()
+    recipe = tiny_recipe(root, tmp_path / "run", data__heldout=root / "heldout.jsonl", training__evaluate_prompts=2)
+    with pytest.raises(DecodingError, match="training is complete, but decoding is not lossless"):
+        train(recipe, console=Console(file=told, width=300))
+    assert "NOT lossless on 1 of 2" in told.getvalue()
+    assert (tmp_path / "run" / "drafter" / "model.safetensors").is_file()
+
+
+def test_heldout_prompts_that_are_trained_on_are_told(root: Path, tmp_path: Path):
+    recipe = tiny_recipe(root, tmp_path / "run", data__heldout=root / "train.jsonl", training__evaluate_prompts=2)
+    assert "held-out prompts (number 0, 1" in quiet_train(recipe)[1]
 
 
 def test_evaluation_without_prompts_is_refused_at_the_start(root: Path, tmp_path: Path):

@@ -52,3 +52,11 @@ def test_answers_of_another_dtype_or_attention_are_not_mixed(tmp_path: Path):
         regenerate(target__dtype="bfloat16")
     with pytest.raises(DataError, match=r"target\.attention was sdpa, now eager"):
         regenerate(target__attention="eager")
+
+
+def test_heldout_prompts_that_are_trained_on_are_told(tmp_path: Path):
+    make_inputs(tmp_path)
+    for sources, told in (("train", True), ("heldout", False)):
+        console = Console(file=io.StringIO(), width=400)
+        prepare(tiny_recipe(tmp_path, "run", data__heldout=tmp_path / "train.jsonl"), sources=sources, console=console)
+        assert ("20 of 20 held-out prompts" in console.file.getvalue()) is told  # type: ignore[attr-defined]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from slipstream import evaluation
 from slipstream.errors import ConfigError
+from slipstream.evaluation import command as evaluation
 from slipstream.quickstart import program, quickstart, quickstart_recipe, step_aside, what_this_was
 from support.tiny_run import lines, make_inputs, overrides
 

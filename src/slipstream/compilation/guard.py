@@ -42,7 +42,11 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, block_mask: Any) -> Tensor:
 
     if not torch.compiler.is_dynamo_compiling():
         refuse_eager_flex(query, key)
-    out: Tensor = flex_attention(query, key, value, block_mask=block_mask, enable_gqa=True)  # type: ignore[assignment]
+    # Below 128 queries the default is another kernel, for decoding; it has no configuration for many of our shapes
+    # (96 queries with grouped heads: "no choices exist for backend").
+    out: Tensor = flex_attention(  # type: ignore[assignment]
+        query, key, value, block_mask=block_mask, enable_gqa=True, kernel_options={"BACKEND": "TRITON"}
+    )
     return out
 
 

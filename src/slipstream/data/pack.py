@@ -65,6 +65,19 @@ class PackedDataset:
         for begin, end in zip(self._starts[:-1], self._starts[1:], strict=True):
             yield self._ids[begin:end], self._mask[begin:end]
 
+    def token_chunks(self, tokens: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield (ids int32 [tokens], starts int64 [documents+1] into them) of runs of whole documents.
+
+        A run has at most ``tokens`` tokens, or one document.
+        """
+        first, last = 0, len(self._starts) - 1
+        while first < last:
+            begin = int(self._starts[first])
+            after = int(np.searchsorted(self._starts, begin + tokens, side="right")) - 1
+            after = min(max(after, first + 1), last)
+            yield self._ids[begin : int(self._starts[after])], np.asarray(self._starts[first : after + 1]) - begin
+            first = after
+
     def row_numbers(self, index: int, rows: int, seed: int) -> np.ndarray:
         """Return the numbers of the rows of micro-batch ``index``, int64 [rows].
 

@@ -30,6 +30,7 @@ from slipstream.drafter.config import DrafterConfig
 from slipstream.errors import DrafterError
 
 TILE = 128
+LEAST_HEAD_DIM = 16  # of flex attention's matrix products
 
 Predicate = Callable[[Any, Any, Any, Any], Any]
 
@@ -250,7 +251,8 @@ def build_attention(
 ) -> RefreshableAttention:
     """Return the attention of a run: R rows of C context tokens and N blocks. auto is flex on CUDA, else dense.
 
-    The choice is the attribute ``kind``. Raises DrafterError for flex without CUDA, which has no backward pass there.
+    The choice is the attribute ``kind``. Raises DrafterError for flex without CUDA, which has no backward pass there,
+    and for heads that are too small for it.
     """
     device = torch.device(device)
     if kind == "flex" and device.type != "cuda":
@@ -259,4 +261,9 @@ def build_attention(
         raise DrafterError(f"training.attention is {kind!r}; use auto, flex or dense")
     if kind == "dense" or device.type != "cuda":
         return DenseAttention(config, context)
+    if config.head_dim < LEAST_HEAD_DIM:
+        raise DrafterError(
+            f"drafter.head_dim is {config.head_dim}; compiled flex attention needs at least {LEAST_HEAD_DIM}: raise "
+            "it, or set training.attention = dense"
+        )
     return FlexAttention(config, rows, context, blocks, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -58,6 +59,21 @@ def is_drafter_directory(directory: Path) -> bool:
     except (OSError, ValueError):
         return False
     return isinstance(tree, dict) and "dflash_config" in tree
+
+
+def weights_digest(directory: Path) -> str:
+    """Return a hex sha256 over the weights of a drafter directory: which training result it is, whatever its name.
+
+    Raises DrafterError where there are none.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise DrafterError(f"{directory} holds no *.safetensors; give a drafter directory")
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

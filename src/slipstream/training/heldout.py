@@ -6,16 +6,22 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.config import Recipe
+from slipstream.config import DataConfig, Recipe
 from slipstream.data.conversations import read_conversations
+from slipstream.data.overlap import heldout_in_training, overlap_warning
 from slipstream.data.render import Renderer
 from slipstream.decoding.acceptance import evaluate
+from slipstream.decoding.losslessness import faults
 from slipstream.decoding.responses import check_prompts
 from slipstream.drafter.store import load_drafter
 from slipstream.errors import TrainingError
 
 if TYPE_CHECKING:
-    from slipstream.target.model import Target
+    from slipstream.data.pack import PackedDataset
+    from slipstream.target.model import Target, TargetInfo
+
+# Held-out prompts that are looked for in the training data; more would cost every start some time.
+_COMPARED_PROMPTS = 10_000
 
 
 def heldout_prompts(recipe: Recipe, target: Target) -> list[list[int]]:
@@ -54,6 +60,19 @@ def read_prompts(recipe: Recipe, target: Target, limit: int) -> list[list[int]]:
     return prompts
 
 
+def overlap(data: DataConfig, tokenizer: Any, info: TargetInfo, dataset: PackedDataset) -> str | None:
+    """Return a warning if prompts of ``data.heldout`` also begin training documents, else None. Raises DataError."""
+    if not data.heldout:
+        return None
+    renderer = Renderer(tokenizer, data=data, stop_ids=info.eos_ids)
+    conversations = read_conversations(
+        data.heldout, prompt_completion=data.prompt_completion, max_samples=_COMPARED_PROMPTS
+    )
+    prompts = [renderer.prompt_ids(conversation) for conversation in conversations]
+    found = heldout_in_training(dataset, prompts)
+    return overlap_warning(found, len(prompts)) if found else None
+
+
 def decoded_acceptance(recipe: Recipe, target: Target, drafter: Path, prompts: list[list[int]]) -> dict[str, Any]:
     """Decode the prompts with the drafter in directory ``drafter``, in the target's dtype, and return the figures."""
     draft_model, config = load_drafter(drafter, device=target.device, dtype=target.dtype)
@@ -66,6 +85,7 @@ def decoded_acceptance(recipe: Recipe, target: Target, drafter: Path, prompts: l
         "lossless_responses": result["lossless"]["responses"],
         "lossless_equal": result["lossless"]["equal"],
         "near_ties": result["near_ties"],
+        "lossy": len(faults(result["lossless"]["first_differences"])) if settings.temperature == 0 else 0,
         "target_dtype": target.info.dtype,
         "speedup": result["speedup"],
         "prompts": result["prompts"],

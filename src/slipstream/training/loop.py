@@ -58,6 +58,7 @@ class Trainer:
         self._began = time.monotonic()
         self._reported = (self._began, 0)  # time and tokens at the last report
         self._lr = 0.0
+        self._lossy = 0  # responses of the newest evaluation that parted from plain decoding at no near tie
         # Nothing here draws from torch's own generator; seeded and restored all the same, for code that might.
         torch.manual_seed(self.seed)
         assert_full_precision(run.draft_model, self.optimizer)
@@ -217,6 +218,12 @@ class Trainer:
                         raise KeyboardInterrupt
             log.sync()
             self._say(f"drafter after {self.step} steps, {duration(self.elapsed())}: {self.directory.drafter}")
+            if self._lossy:
+                raise DecodingError(
+                    f"training is complete, but decoding is not lossless: {self._lossy} held-out responses part from "
+                    "plain decoding where the target has no near tie; this is a fault of the decoding, not of the "
+                    "drafter: do not trust the decoded acceptance, and report it"
+                )
         finally:
             log.close()
 
@@ -267,6 +274,8 @@ class Trainer:
         """Say how greedy output compares with plain decoding: below float32 a near tie may fall either way."""
         equal, responses, ties = (values[name] for name in ("lossless_equal", "lossless_responses", "near_ties"))
         text = f"lossless on {equal} of {responses}"
+        if values["lossy"]:
+            return f"NOT {text}: {values['lossy']} part from plain decoding at no near tie, a fault of the decoding"
         return text if equal == responses else f"{text}, {ties} parted at a near tie in {values['target_dtype']}"
 
     def _evaluate(self, log: MetricsLog, display: TrainingDisplay) -> None:
@@ -279,6 +288,7 @@ class Trainer:
             display.say(f"step {self.step}: decoded acceptance could not be measured: {error}")
             return
         values["elapsed"] = elapsed
+        self._lossy = values["lossy"]
         log.write("evaluation", self.step, values)
         display.say(
             f"step {self.step}: decoded acceptance {values['decoded_acceptance_length']:.3f} on {values['prompts']} "

@@ -16,7 +16,7 @@ from slipstream.provenance import write_json
 from slipstream.training.checkpoint import TrainingState, latest_checkpoint, read_checkpoint, remove_leftovers
 from slipstream.training.directory import RunDirectory
 from slipstream.training.disk import require_room
-from slipstream.training.heldout import heldout_prompts
+from slipstream.training.heldout import heldout_prompts, overlap
 from slipstream.training.loop import Trainer
 from slipstream.training.metrics import last_line
 from slipstream.training.session import PreparedRun, prepare
@@ -87,6 +87,8 @@ def train(
         expected = None if state is None or checkpoint is None else (state.identity, checkpoint)
         run = prepare(recipe, say=say, expected=expected)
         prompts = heldout_prompts(recipe, run.target)
+        if (warning := overlap(recipe.data, run.target.tokenizer, run.target.info, run.dataset)) is not None:
+            say(warning)
         if state is None or run.steps is None or state.step < run.steps:
             require_room(directory.path, sum(p.numel() for p in run.draft_model.parameters()))
         report = preflight(run) if preflight is not None else None

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from slipstream import evaluation
-from slipstream.evaluation import EvaluationDisplay
+from slipstream.evaluation import display
+from slipstream.evaluation.display import EvaluationDisplay
 
 
 class Clock:
@@ -24,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(evaluation, "time", clock)
+    monkeypatch.setattr(display, "time", clock)
     return clock
 
 

@@ -1,0 +1,1 @@
+"""Measure a drafter on held-out prompts, tell what was found, and keep the record."""

@@ -1,0 +1,88 @@
+"""Evaluate a drafter that lies on disk: held-out prompts, real block decoding, and a table of what was measured.
+
+Reads files only: a run's ``recipe.toml`` and ``drafter/``, or a recipe and any drafter directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.decoding.losslessness import faults
+from slipstream.errors import ConfigError, DecodingError
+from slipstream.evaluation.display import print_result
+from slipstream.evaluation.measure import evaluate_drafter, evaluation_dtype
+from slipstream.evaluation.record import circumstances, output_path, trained_with, write_record
+from slipstream.recipe import load_recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from slipstream.records import EvalResult
+
+
+def evaluate_path(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    drafter: Path | None = None,
+    output: Path | None = None,
+    dry_run: bool = False,
+    console: Console,
+) -> EvalResult | None:
+    """Evaluate a run directory, or a recipe with ``drafter``; print the table and write the JSON.
+
+    ``overrides`` change the recipe's settings for this evaluation. The JSON goes to ``output``; for a run's own drafter
+    to its ``evaluation.json``, or, with overrides, beside one that is there. Returns None for a dry run.
+    Raises ConfigError for a path that is neither, and every error of loading and decoding.
+    """
+    from slipstream.training.hardware import resolve_device
+
+    is_run = (path / "recipe.toml").is_file()
+    if not is_run and path.is_dir():
+        raise ConfigError(
+            f"{path} is not a run directory (it has no recipe.toml); give a run, or a recipe with --drafter"
+        )
+    recipe = load_recipe(path / "recipe.toml" if is_run else path, overrides)
+    directory = drafter if drafter is not None else path / "drafter"
+    if not is_run and drafter is None:
+        raise ConfigError(f"{path} is a recipe; say which drafter to evaluate with --drafter DIR")
+    if recipe.run.threads > 0:
+        import torch
+
+        torch.set_num_threads(recipe.run.threads)
+    device = resolve_device(recipe.run.device)
+    dtype = evaluation_dtype(recipe, device)
+    console.print(
+        f"evaluating {directory} with {recipe.target.path} on {device}, {str(dtype).removeprefix('torch.')}, "
+        f"temperature {recipe.evaluation.temperature}, at most {recipe.evaluation.max_new_tokens} tokens a response",
+        markup=False,
+        soft_wrap=True,
+    )
+    if dry_run:
+        return None
+    own = is_run and drafter is None
+    trained = trained_with(path) if own else None
+    record = circumstances(recipe, directory, device, overrides=overrides)
+    result = evaluate_drafter(recipe, directory, device=device, dtype=dtype, trained_with=trained, console=console)
+    print_result(result, console)
+    if output is None and own:
+        output = output_path(path, overridden=bool(overrides))
+    if output is not None:
+        write_record(output, {**result.as_json(), **record})
+        console.print(f"written: {output}", markup=False, soft_wrap=True)
+    refuse_lossy(result)
+    return result
+
+
+def refuse_lossy(result: EvalResult) -> None:
+    """Raise DecodingError for a greedy response that differs from plain decoding otherwise than at a near tie."""
+    lossy = faults(result.first_differences) if result.temperature == 0 else ()
+    if lossy:
+        raise DecodingError(
+            f"not lossless: {len(lossy)} of {result.lossless_responses} greedy responses differ from plain decoding "
+            f"where the target has no near tie, first at token {lossy[0].get('position')} of prompt "
+            f"{lossy[0].get('prompt')}; this is a fault of the decoding, not of the drafter: do not trust the "
+            "acceptance, and report it"
+        )
