@@ -31,10 +31,11 @@ class ServeCommands:
     sglang: str
 
 
-def serve_commands(config: Mapping[str, Any], *, target: str, drafter: str) -> ServeCommands:
+def serve_commands(config: Mapping[str, Any], *, target: str, drafter: str, hybrid: bool = False) -> ServeCommands:
     """Return the shell lines that serve ``target`` (a path or hub id) with the directory ``drafter``.
 
-    ``config`` is the drafter's config.json. Mixed sliding and full layers need vLLM's second model runner, which is
+    ``config`` is the drafter's config.json. ``hybrid``: the target has recurrent layers, whose states SGLang then keeps
+    in extra buffers to go back to. Mixed sliding and full layers need vLLM's second model runner, which is
     then asked for by name; full layers draft without a causal mask, hence the attention backend.
     """
     block = _block_size(config)
@@ -47,6 +48,8 @@ def serve_commands(config: Mapping[str, Any], *, target: str, drafter: str) -> S
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm DFLASH "
         f"--speculative-draft-model-path {shlex.quote(drafter)} --speculative-num-draft-tokens {block}"
     )
+    if hybrid:
+        sglang = f"{sglang} --mamba-scheduler-strategy extra_buffer"
     return ServeCommands(vllm=vllm, sglang=sglang)
 
 
@@ -138,6 +141,11 @@ def _vllm_rules(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> list[
         )
     if not isinstance(config.get("rope_parameters"), Mapping) or "rope_theta" not in config["rope_parameters"]:
         faults.append("vLLM reads rope_parameters.rope_theta, which is absent: its default of 1000000 would be used")
+    positions: Any = config.get("max_position_embeddings")
+    if not _is_int(positions) or positions < 1:
+        faults.append(
+            f"vLLM sizes the drafter's rotary table, but max_position_embeddings is {positions!r}; give the target's"
+        )
     if any(name.startswith("model.") for name in shapes):
         faults.append("vLLM adds the prefix model. itself; tensor names must not have it")
     own = sorted(name for name in shapes if name.startswith(("embed_tokens.", "lm_head.", "d2t", "t2d")))
@@ -206,7 +214,7 @@ def engine_notes(config: Mapping[str, Any], *, scaled_embedding: bool = False, h
             "full layers draft without a causal mask: vLLM needs an attention backend that allows it (flash_attn)"
         )
     if hybrid:
-        notes.append("hybrid target: SGLang needs --mamba-scheduler-strategy extra_buffer")
+        notes.append("hybrid target: SGLang needs --mamba-scheduler-strategy extra_buffer, which its command gives")
     if scaled_embedding:
         notes.append(
             "the target scales its embedding; the drafter was trained on scaled rows, so compare the server's "

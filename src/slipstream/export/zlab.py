@@ -62,6 +62,7 @@ def export_run(
     """
     from slipstream.drafter.store import load_drafter
     from slipstream.recipe import load_recipe
+    from slipstream.target.description import target_is_hybrid
     from slipstream.target.model import load_target
     from slipstream.training.hardware import resolve_device
 
@@ -77,7 +78,9 @@ def export_run(
     draft_model, config = load_drafter(source, device=torch.device("cpu"), dtype=torch.float32)
     if dry_run:
         written = config.to_json()
-        commands = serve_commands(written, target=recipe.target.path, drafter=str(to_dir))
+        commands = serve_commands(
+            written, target=recipe.target.path, drafter=str(to_dir), hybrid=target_is_hybrid(recipe.target)
+        )
         _say(
             console,
             f"would export {source} to {to_dir}: block size {config.block_size}, layers "
@@ -172,7 +175,7 @@ def export_drafter(
         write_json(aside / "config.json", served_config)
         proof = prove(aside, state=state, config=config, target=target, dtype=stored, ids=ids)
         written = read_config(aside)
-        commands = serve_commands(written, target=served, drafter=str(directory))
+        commands = serve_commands(written, target=served, drafter=str(directory), hybrid=target.info.is_hybrid)
         scale = _embedding_is_scaled(target)
         notes = tuple(engine_notes(written, scaled_embedding=scale, hybrid=target.info.is_hybrid))
         if "evaluation" in facts and measured_tau(facts["evaluation"]) is None:

@@ -10,7 +10,7 @@ from slipstream.config import TargetConfig
 from slipstream.data.reason import one_line
 from slipstream.errors import TargetError
 from slipstream.target.digest import directory_digest
-from slipstream.target.families import locate_decoder
+from slipstream.target.families import is_hybrid, locate_decoder, text_config
 from slipstream.target.model import TargetInfo, check_tokenizer, describe
 from slipstream.target.quiet import LOAD_ERRORS, quiet_loading
 from slipstream.target.source import local_directory, read_config, read_tokenizer, resolve_path
@@ -24,6 +24,11 @@ def describe_target(settings: TargetConfig) -> tuple[TargetInfo, Any, int]:
     """
     with quiet_loading():
         return _describe(settings)
+
+
+def target_is_hybrid(settings: TargetConfig) -> bool:
+    """Return whether the target has recurrent layers, by its configuration alone. Raises TargetError. Thread-safe."""
+    return is_hybrid(text_config(read_config(local_directory(settings, weights=False), settings)))
 
 
 def _describe(settings: TargetConfig) -> tuple[TargetInfo, Any, int]:

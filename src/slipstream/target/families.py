@@ -7,6 +7,7 @@ inside a multimodal class alike, and needs no list of model types.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,12 +114,34 @@ def has_chunks(config: Any) -> bool:
 
 
 def rope_theta(config: Any) -> float:
-    """Return the rotary base of the full-attention layers; 10000 where the configuration names none.
+    """Return the rotary base of the full-attention layers; 0.0 where the configuration names none, or several.
 
-    transformers writes ``rope_parameters`` flat, or one dictionary per layer kind; older files have ``rope_theta``.
+    transformers writes ``rope_parameters`` flat, or one dictionary per layer kind, and fills in the default of the
+    model's class; older files have ``rope_theta``. Raises TargetError for what is no base.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     if isinstance(rope.get("full_attention"), dict):
         rope = rope["full_attention"]
+    elif kinds := [kind for kind in rope.values() if isinstance(kind, dict)]:
+        bases = {kind.get("rope_theta") for kind in kinds}
+        rope = kinds[0] if len(bases) == 1 else {}
     value = rope.get("rope_theta") or getattr(config, "rope_theta", None)
-    return float(value) if value else 10000.0
+    return _number(value, "rope_theta", "the base that the target was trained with")
+
+
+def max_positions(config: Any) -> int:
+    """Return the longest sequence of the target, in tokens; 0 where its configuration names none.
+
+    Raises TargetError for what is no length.
+    """
+    value = getattr(config, "max_position_embeddings", None)
+    return int(_number(value, "max_position_embeddings", "the longest sequence that the target was trained for"))
+
+
+def _number(value: Any, name: str, meaning: str) -> float:
+    """Return a positive number of a configuration; 0.0 for None and 0, which transformers writes for none."""
+    if value is None or (value == 0 and value is not False):
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise TargetError(f"the target's {name} is {str(value)[:40]!r}; write {meaning} into its config.json")
+    return float(value)

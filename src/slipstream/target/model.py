@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,8 @@ class TargetInfo:
     dtype is the loaded one, as torch names it without the prefix. eos_ids are all ids that end a generation, from the
     generation configuration, the model configuration and the tokenizer. digest identifies configuration and weights
     wherever they lie; it is empty where a hub id was described without its weights. logit_softcap: the target's logits
-    are ``cap * tanh(raw / cap)``, which leaves argmax as it is.
+    are ``cap * tanh(raw / cap)``, which leaves argmax as it is. rope_theta and max_positions are 0 where the
+    configuration names none (learned positions, ALiBi); rms_norm_eps is then 1e-6, the default of Qwen3 and Llama.
     """
 
     name: str
@@ -151,7 +153,7 @@ def describe(model: Any, tokenizer: Any, parts: DecoderParts, name: str, digest:
         has_sliding=families.has_sliding(config),
         rope_theta=families.rope_theta(config),
         rms_norm_eps=next((float(value) for value in eps if value is not None), 1e-6),
-        max_positions=int(getattr(config, "max_position_embeddings", None) or 0),
+        max_positions=families.max_positions(config),
         tied=head is embedding or (not head.is_meta and head.data_ptr() == embedding.data_ptr()),
         eos_ids=_eos_ids(name, model, config, tokenizer, int(embedding.shape[0])),
         pad_id=None if pad is None else int(pad),
@@ -192,6 +194,9 @@ def _check_fit(target: Target) -> None:
         raise TargetError(f"target {info.name}: its head has a bias, which the drafter's loss would ignore")
     entries = check_tokenizer(info, target.tokenizer)
     change = _change_from_later_tokens(target, entries)
+    if math.isnan(change):
+        cure = "set target.dtype to bfloat16 or float32" if target.dtype == torch.float16 else "its weights are damaged"
+        raise TargetError(f"target {info.name}: its states are not finite in {info.dtype}; {cure}")
     if not change <= (1e-4 if target.dtype == torch.float32 else 2e-2):
         raise TargetError(
             f"target {info.name} is not causal: earlier states change by {change:.2g} of their size when later tokens "
@@ -217,11 +222,13 @@ def tokenizer_entries(tokenizer: Any) -> int:
 
 @torch.no_grad()
 def _change_from_later_tokens(target: Target, entries: int) -> float:
-    """Return the largest relative change of the first 8 states when the 8 tokens after them change."""
+    """Return the largest relative change of the first 8 states when the 8 tokens after them change; nan: not finite."""
     ids = (torch.arange(16, device=target.device) * 7 + 3).remainder(entries)[None]
     other = torch.where(torch.arange(16, device=target.device) < 8, ids, (ids + 1).remainder(entries))
     # On a CPU, the advice to install GPU kernels helps nobody.
     with quiet_loading() if target.device.type == "cpu" else contextlib.nullcontext():
         states = [target.parts.decoder(input_ids=i, use_cache=False).last_hidden_state for i in (ids, other)]
+    if not all(bool(torch.isfinite(state).all()) for state in states):
+        return math.nan
     before, after = (state[:, :8].float() for state in states)
     return float(((before - after).norm(dim=-1) / before.norm(dim=-1).clamp_min(1e-12)).max())

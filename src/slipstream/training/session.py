@@ -73,7 +73,19 @@ def resolve_anchors(training: TrainingConfig, row_length: int) -> TrainingConfig
 
 
 def resolve_drafter(recipe: Recipe, tokenizer: Any, info: TargetInfo, used_ids: frozenset[int]) -> DrafterConfig:
-    """Find the mask token and complete the drafter's shape. Raises DrafterError."""
+    """Find the mask token and complete the drafter's shape.
+
+    Raises DrafterError, also for a target that names no rotary base or no longest sequence: nothing is guessed.
+    """
+    if not (recipe.drafter.rope_theta or info.rope_theta):
+        raise DrafterError(
+            f"target {info.name} names no rope_theta for the drafter to share; set drafter.rope_theta (10000 is usual)"
+        )
+    if not info.max_positions:
+        raise DrafterError(
+            f"target {info.name} names no max_position_embeddings, which servers read from the drafter; write the "
+            "longest sequence that it was trained for into its config.json"
+        )
     mask = resolve_mask_token(tokenizer, info.vocab_rows, recipe.drafter.mask_token_id, used_ids, eos_ids=info.eos_ids)
     return resolve(recipe.drafter, info, mask)
 

@@ -68,6 +68,8 @@ def test_shapes_are_those_of_the_network() -> None:
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}, "target_layer_ids \\+ 1"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ({"max_position_embeddings": None}, "max_position_embeddings is None"),
         ({"rope_parameters": None}, "vLLM reads rope_parameters"),
         ({"draft_vocab_size": 100}, "draft_vocab_size"),
         ({"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}}, "auto_map"),
@@ -106,6 +108,14 @@ def test_vllm_is_told_the_drafts_and_sglang_the_block() -> None:
     words = shlex.split(commands.sglang)
     assert words[words.index("--speculative-num-draft-tokens") + 1] == "8"
     assert words[words.index("--speculative-draft-model-path") + 1] == "out/d"
+
+
+def test_a_hybrid_target_asks_sglang_for_its_state_buffers() -> None:
+    plain, hybrid = (serve_commands(written(), target="t", drafter="d", hybrid=h) for h in (False, True))
+    assert "mamba" not in plain.sglang + plain.vllm + hybrid.vllm
+    words = shlex.split(hybrid.sglang)
+    assert words[words.index("--mamba-scheduler-strategy") + 1] == "extra_buffer"
+    assert "--mamba-scheduler-strategy" in " ".join(engine_notes(written(), hybrid=True))
 
 
 def test_mixed_layers_ask_vllm_for_the_runner_that_has_them() -> None:

@@ -354,6 +354,20 @@ def test_a_run_is_exported_with_its_figures(
     assert "r1" in card
 
 
+def test_a_hybrid_target_is_served_with_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    directory = save_tiny_target(tmp_path / "target", "qwen3_5")
+    hybrid = load_target(TargetConfig(path=str(directory)), device=torch.device("cpu"), dtype=torch.float32)
+    config = resolve(DrafterSettings(layers=1, block_size=8, target_layer_ids=(1, 3)), hybrid.info, 263)
+    run = make_run(tmp_path / "run", hybrid, config, DraftModel(config))
+    for dry_run in (True, False):
+        export_run(run, tmp_path / "out", dry_run=dry_run, console=Console(width=400))
+        (line,) = [x for x in capsys.readouterr().out.splitlines() if "sglang.launch_server" in x]
+        assert line.endswith("--mamba-scheduler-strategy extra_buffer")
+    assert "--mamba-scheduler-strategy extra_buffer" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_not_a_run_an_unfinished_run_and_an_existing_name_are_refused(
     tmp_path: Path, target: Target, config: DrafterConfig, draft_model: DraftModel
 ) -> None:

@@ -102,8 +102,34 @@ def test_chunked_attention_is_seen():
 def test_rope_theta_in_each_dialect():
     assert families.rope_theta(SimpleNamespace(rope_parameters={"rope_theta": 5e5})) == 5e5
     assert families.rope_theta(SimpleNamespace(rope_theta=1e6)) == 1e6
-    assert families.rope_theta(SimpleNamespace()) == 10000.0
+    assert families.rope_theta(SimpleNamespace()) == 0.0  # unknown, never a guess
+    kinds = {"sliding_attention": {"rope_theta": 3e4}, "linear_attention": {"rope_theta": 3e4}}
+    assert families.rope_theta(SimpleNamespace(rope_parameters=kinds)) == 3e4
+    kinds["sliding_attention"] = {"rope_theta": 1e4}
+    assert families.rope_theta(SimpleNamespace(rope_parameters=kinds)) == 0.0
     assert families.rope_theta(tiny_config("gemma3")) == 1e6  # full layers, not the sliding layers' 1e4
+
+
+@pytest.mark.parametrize("value", ["abc", -1.0, float("nan"), float("inf"), True, [1]])
+def test_facts_that_are_no_numbers_are_errors(value):
+    with pytest.raises(TargetError, match=r"rope_theta is .*write the base that the target was trained with"):
+        families.rope_theta(SimpleNamespace(rope_theta=value))
+    with pytest.raises(TargetError, match=r"max_position_embeddings is .*write the longest sequence"):
+        families.max_positions(SimpleNamespace(max_position_embeddings=value))
+
+
+def test_positions():
+    assert families.max_positions(tiny_config("llama")) == 512
+    assert families.max_positions(SimpleNamespace()) == 0
+    assert families.max_positions(SimpleNamespace(max_position_embeddings=None)) == 0
+
+
+def test_class_defaults_are_transformers_own():
+    """A config.json without the fields gets what the model's class documents, not a guess of ours."""
+    from transformers import LlamaConfig, Qwen3Config, SmolLM3Config
+
+    assert [families.rope_theta(c()) for c in (LlamaConfig, Qwen3Config, SmolLM3Config)] == [1e4, 1e4, 2e6]
+    assert families.max_positions(LlamaConfig()) == 2048
 
 
 def test_embedding_of_the_scaled_family_scales(target_of):

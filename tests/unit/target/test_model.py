@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slipstream.config import TargetConfig
 from slipstream.errors import TargetError
+from slipstream.target.features import FeatureReader
 from slipstream.target.model import Target, load_target, load_tokenizer
 from support.tiny import FAMILIES, HIDDEN, LAYERS, VOCAB_ROWS, save_tiny_target, tiny_tokenizer
 from unit.target.conftest import load_in, packed_batch
@@ -161,3 +163,31 @@ def test_tokenizer_alone(directory_of, tmp_path):
     tokenizer = load_tokenizer(TargetConfig(path=str(tmp_path)))
     assert tokenizer.eos_token_id == 257
     assert tokenizer("hi").input_ids == tiny_tokenizer()("hi").input_ids
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor", "cure"),
+    [
+        (torch.float16, 30000.0, "set target.dtype to bfloat16 or float32"),
+        (torch.float32, float("nan"), "its weights are damaged"),
+    ],
+)
+def test_states_that_are_not_finite_are_not_called_acausal(tmp_path, dtype, factor, cure):
+    directory = save_tiny_target(tmp_path / "target", "llama")
+    path = directory / "model.safetensors"
+    weights = {
+        k: v * factor if k.endswith(("up_proj.weight", "gate_proj.weight")) else v for k, v in load_file(path).items()
+    }
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(TargetError, match=f"states are not finite in {str(dtype)[6:]}; {cure}"):
+        load_in(directory, dtype)
+    if dtype == torch.float16:
+        assert load_in(directory, torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_float16_target_is_read_in_its_dtype(tmp_path):
+    target = load_in(save_tiny_target(tmp_path / "target", "llama"), torch.float16)
+    features = FeatureReader(target, (1, 3)).read(packed_batch()).features
+    assert features.dtype == torch.float16
+    wide = FeatureReader(load_in(tmp_path / "target"), (1, 3)).read(packed_batch()).features
+    assert float((features.float() - wide).norm() / wide.norm()) < 0.02

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from slipstream.config import TrainingConfig
-from slipstream.errors import CheckpointError
-from slipstream.training.session import resolve_steps
+from slipstream.errors import CheckpointError, DrafterError
+from slipstream.target.description import describe_target
+from slipstream.training.session import resolve_drafter, resolve_steps
 from support.tiny_run import make_inputs, quiet_train, tiny_recipe
 
 
@@ -52,3 +54,25 @@ def test_a_resume_elsewhere_is_warned_of_in_one_line_and_other_rows_are_refused(
     with pytest.raises(CheckpointError, match=r"was made with data\.rows .*other rows.*transformers") as caught:
         quiet_train(recipe, resume=True)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_theta": 0.0}, r"names no rope_theta.*set drafter\.rope_theta"),
+        ({"max_positions": 0}, r"names no max_position_embeddings.*config\.json"),
+    ],
+)
+def test_what_the_target_does_not_name_is_asked_for(tmp_path: Path, change: dict, message: str):
+    make_inputs(tmp_path)
+    recipe = tiny_recipe(tmp_path, tmp_path / "run")
+    info, tokenizer, _ = describe_target(recipe.target)
+    assert resolve_drafter(recipe, tokenizer, info, frozenset()).rope_theta == 10000.0
+    info = dataclasses.replace(info, **change)
+    with pytest.raises(DrafterError, match=message) as caught:
+        resolve_drafter(recipe, tokenizer, info, frozenset())
+    assert info.name in str(caught.value)
+    assert "\n" not in str(caught.value)
+    if "rope_theta" in change:
+        given = tiny_recipe(tmp_path, tmp_path / "run", drafter__rope_theta=5000.0)
+        assert resolve_drafter(given, tokenizer, info, frozenset()).rope_theta == 5000.0
