@@ -131,7 +131,13 @@ def evaluate(
         target, proposer, chosen, block_size=size, max_new_tokens=limit, progress=part(len(chosen)), **options
     )
     accepted = summarise(spec.generations, size)
-    lossless = compare_lossless(plain.generations, spec.generations, target=target, temperature=settings.temperature)
+    lossless = compare_lossless(
+        plain.generations,
+        spec.generations,
+        target=target,
+        temperature=settings.temperature,
+        batch_size=min(settings.batch_size, len(chosen)),
+    )
     answers = [g.output_ids for g in plain.generations]
     return EvalResult(
         tau=accepted.tau,

@@ -59,11 +59,13 @@ def compare_lossless(
     *,
     target: Target | None = None,
     temperature: float = 0.0,
+    batch_size: int = 1,
 ) -> Lossless:
     """Compare block decoding's responses with plain decoding's, token by token. Call from the target's thread.
 
     With a ``target`` and temperature 0 each first difference is judged: it is a near tie if neither token's logit is
-    further below the best one than ``near_tie_limit`` allows for the measured rounding noise.
+    further below the best one than ``near_tie_limit`` allows for the measured rounding noise. ``batch_size`` is that of
+    the runs: a matrix product of another height may take another kernel, which rounds otherwise.
     """
     found: list[dict[str, Any]] = []
     prefixes: dict[int, list[int]] = {}
@@ -79,7 +81,7 @@ def compare_lossless(
             prefixes[len(found) - 1] = [*a.prompt_ids, *a.output_ids[:at]]
     noise = None
     if target is not None and temperature == 0 and prefixes:
-        noise = _judge(target, found, prefixes)
+        noise = _judge(target, found, prefixes, batch_size)
     return Lossless(
         responses=len(plain), equal=len(plain) - len(found), first_differences=tuple(found), rounding_noise=noise
     )
@@ -95,20 +97,21 @@ def near_tie_limit(noise: float, top: float, dtype: torch.dtype) -> float:
     """Return how far below the best logit ``top`` a token may be and still have won by rounding alone.
 
     Three times the measured ``noise``: a logit may be off by it one way in one run, the other way in the other, and the
-    measurement sees a few places only. At least the rounding of two logits of that size in ``dtype``; at most eight
-    times that, so that a target whose own two ways of computing disagree does not excuse everything.
+    measurement sees a few places only. At least two units in the last place of a logit of that size in ``dtype``, since
+    each of two logits may round one unit apart; at most eight, so that a target whose own ways of computing disagree
+    does not excuse everything.
     """
-    rounding = torch.finfo(dtype).eps * abs(top)
-    return min(max(3 * noise, rounding), 8 * rounding)
+    unit = torch.finfo(dtype).eps * abs(top)
+    return min(max(3 * noise, 2 * unit), 8 * unit)
 
 
 @torch.inference_mode()
-def _judge(target: Target, found: list[dict[str, Any]], prefixes: dict[int, list[int]]) -> float:
+def _judge(target: Target, found: list[dict[str, Any]], prefixes: dict[int, list[int]], rows: int) -> float:
     """Add to each difference how close its two tokens are; return the rounding noise."""
     call = DecoderCall(target)
     every = list(prefixes)
     with on_device(target.device):
-        noise = max(_rounding_noise(call, prefixes[i]) for i in every[:: -(-len(every) // _PLACES)])
+        noise = max(_rounding_noise(call, prefixes[i], rows) for i in every[:: -(-len(every) // _PLACES)])
         for index, prefix in prefixes.items():
             logits = prefill(call, [prefix], None).logits[0]
             difference = found[index]
@@ -123,27 +126,33 @@ def _judge(target: Target, found: list[dict[str, Any]], prefixes: dict[int, list
     return noise
 
 
-def _rounding_noise(call: DecoderCall, prefix: Sequence[int]) -> float:
-    """Return the largest difference of a leading token's logit between one pass and token by token.
+def _rounding_noise(call: DecoderCall, prefix: Sequence[int], rows: int) -> float:
+    """Return the largest difference of a leading token's logit among three ways of computing it.
 
-    Seen at the last ``_STEPS`` tokens of ``prefix``, for the best ``_CANDIDATES`` tokens of either. Neither way is
-    block decoding's, so a fault of that cannot widen what is called rounding.
+    One pass over one row, one pass over ``rows`` equal rows, and token by token over ``rows`` rows, seen at the last
+    ``_STEPS`` tokens of ``prefix``, for the best ``_CANDIDATES`` tokens of each. None of them is block decoding's own
+    way, so a fault of that cannot widen what is called rounding.
     """
     steps = min(_STEPS, len(prefix) - 1)
     if steps < 1:
         return 0.0
-    target = call.target
+    head = call.target.head
     start = len(prefix) - steps
-    ids = torch.tensor([prefix], device=target.device)
-    positions = torch.arange(len(prefix), device=target.device)[None]
-    whole = target.head(call(ids, positions=positions, mask=None, cache=call.new_cache()))[0, start:]
-    state = prefill(call, [prefix[:start]], None)
+    ids = torch.tensor([prefix], device=call.target.device).expand(rows, -1)
+    positions = torch.arange(len(prefix), device=ids.device).expand(rows, -1)
+    ways = []
+    for height in sorted({1, rows}):
+        hidden = call(ids[:height], positions=positions[:height], mask=None, cache=call.new_cache())
+        ways.append(head(hidden[:1, start:])[0])
+    state = prefill(call, [prefix[:start]] * rows, None)
     single: list[Tensor] = []
     for at in range(start, len(prefix)):
         one = slice(at, at + 1)
         hidden = call(ids[:, one], positions=positions[:, one], mask=None, cache=state.cache)
-        single.append(target.head(hidden)[0, 0])
-    a, b = whole.float(), torch.stack(single).float()
-    count = min(_CANDIDATES, a.shape[-1])
-    best = torch.cat([a.topk(count).indices, b.topk(count).indices], dim=-1)
-    return float((a.gather(-1, best) - b.gather(-1, best)).abs().max())
+        single.append(head(hidden)[0, 0])
+    ways.append(torch.stack(single))
+    logits = torch.stack([way.float() for way in ways])
+    best = logits.topk(min(_CANDIDATES, logits.shape[-1])).indices
+    best = torch.cat(list(best), dim=-1).expand(len(ways), -1, -1)
+    seen = logits.gather(-1, best)
+    return float((seen.amax(0) - seen.amin(0)).max())

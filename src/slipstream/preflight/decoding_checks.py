@@ -279,7 +279,7 @@ def lossless(subject: Subject) -> str:
     spoken, _ = generate_speculative(
         run.target, noisy, run.config, prompts, max_new_tokens=limit, batch_size=len(prompts)
     )
-    result = compare_lossless(plain, spoken, target=run.target)
+    result = compare_lossless(plain, spoken, target=run.target, batch_size=len(prompts))
     exact = run.target.dtype == torch.float32
     for difference in result.first_differences if exact else result.faults:
         raise CheckFailure(

@@ -57,7 +57,7 @@ def reproducible_answers(
             block_size=block_size,
             max_new_tokens=len(answer.output_ids),
         ).generations[0]
-        result = compare_lossless([answer], [replayed], target=target)
+        result = compare_lossless([answer], [replayed], target=target, batch_size=len(prompts))
         for difference in result.faults:
             raise CheckFailure(
                 f"with the target's own answer as drafts, block decoding writes {difference['speculative']} at token "

@@ -74,7 +74,8 @@ def training_step(
     with torch.no_grad():
         noise = embed(blocks.noise_ids).reshape(rows, anchors * block, -1)
     context = features.features
-    if settings.precision == torch.float32:  # otherwise autocast sees to the matmuls' dtype
+    # Otherwise autocast sees to the matmuls' dtype; but a float16 residual would overflow, and has no loss scaling.
+    if settings.precision == torch.float32 or noise.dtype == torch.float16:
         context, noise = context.float(), noise.float()
     positions = blocks.positions.reshape(rows, anchors * block)
     with torch.autocast(noise.device.type, dtype=torch.bfloat16, enabled=settings.precision == torch.bfloat16):

@@ -66,14 +66,16 @@ def draw(found: FeatureBatch, number: int = 0) -> Blocks:
     )
 
 
-def run(net: DraftModel, found: FeatureBatch, blocks: Blocks, **changes: object) -> StepResult:
+def run(
+    net: DraftModel, found: FeatureBatch, blocks: Blocks, embedding: torch.Tensor = EMBEDDING, **changes: object
+) -> StepResult:
     training = TrainingConfig(**changes)  # type: ignore[arg-type]
     precision = torch.bfloat16 if training.precision == "bfloat16" else torch.float32
     settings = resolve_step_settings(training, block_size=BLOCK, vocab_rows=VOCAB, precision=precision)
     attention = build_attention("dense", CONFIG, ROWS, TOKENS, ANCHORS, "cpu")
     attention.update(blocks.anchors, blocks.document_start, blocks.keep)
     return training_step(
-        net, lambda ids: F.embedding(ids, EMBEDDING), HEAD, found, blocks, attention, settings=settings
+        net, lambda ids: F.embedding(ids, embedding), HEAD, found, blocks, attention, settings=settings
     )
 
 
@@ -174,6 +176,16 @@ def test_bfloat16_computes_lower_but_keeps_weights_and_gradients_float32():
     torch.testing.assert_close(low.loss_sum, full.loss_sum, rtol=0.02, atol=0.1)
     low.loss_sum.backward()
     assert all(p.dtype == torch.float32 and p.grad.dtype == torch.float32 for p in net.parameters())
+
+
+def test_the_residual_of_a_float16_target_is_not_float16():
+    net, found = DraftModel(CONFIG), features()
+    blocks = draw(found)
+    half = FeatureBatch(batch=found.batch, features=found.features.half())
+    seen: list[torch.dtype] = []
+    net.norm.register_forward_pre_hook(lambda _module, args: seen.append(args[0].dtype))
+    run(net, half, blocks, EMBEDDING.half(), precision="bfloat16")
+    assert seen == [torch.float32]
 
 
 def test_anchors_depend_on_seed_index_and_draw_alone():
