@@ -10,6 +10,7 @@
     ├── TrainingError          a run that cannot start or go on
     │   └── CheckpointError    a checkpoint that cannot be written or resumed
     ├── DecodingError          prompts or settings that cannot be decoded
+    ├── CompilationError       compiling under threads is not safe here, or something ran uncompiled
     ├── PreflightError         a named check failed
     └── ExportError            an export that would not be served as trained
 
@@ -48,6 +49,10 @@ class CheckpointError(TrainingError):
 
 class DecodingError(SlipstreamError):
     """Prompts or settings cannot be decoded."""
+
+
+class CompilationError(SlipstreamError):
+    """Compilation under threads cannot be made safe or is not, or something ran uncompiled that must not."""
 
 
 class PreflightError(SlipstreamError):

@@ -16,7 +16,7 @@ from slipstream.drafter.anchors import sample_blocks
 from slipstream.drafter.attention import TILE, DenseAttention, FlexAttention, TileMask, build_attention
 from slipstream.drafter.loss import chunked_loss, naive_loss
 from slipstream.drafter.model import DraftModel
-from slipstream.errors import DrafterError, PreflightError
+from slipstream.errors import CompilationError, DrafterError
 from support.drafting import draw_blocks, normal, packed_batch, randomise, tiny_drafter_config
 
 pytestmark = pytest.mark.gpu
@@ -224,5 +224,5 @@ def test_memory_stays_far_below_the_dense_scores():
 
 def test_switching_compilation_off_is_an_error():
     x = torch.randn(1, 2, 128, 64, device=DEVICE)
-    with torch.compiler.set_stance("force_eager"), pytest.raises(PreflightError, match="block-sparse"):
+    with torch.compiler.set_stance("force_eager"), pytest.raises(CompilationError, match="uncompiled"):
         compiled_flex_attention()(x, x, x, None)

@@ -1,1 +1,10 @@
-"""Safe compilation; this package is the only place that calls torch.compile."""
+"""Compilation and autotuning that are safe under threads, on cold caches, and never silently dense.
+
+Usable alone: it imports nothing of the trainer, and torch only when it is called.
+"""
+
+from slipstream.compilation.dense import dense_flex_allowed
+from slipstream.compilation.guard import compiled_flex_attention, first_call_alone
+from slipstream.compilation.safety import install, report, verify
+
+__all__ = ["compiled_flex_attention", "dense_flex_allowed", "first_call_alone", "install", "report", "verify"]

@@ -1,41 +1,155 @@
-"""Flex attention that is compiled or refuses to run: never the unfused path, which makes every score at once.
+"""Compiled callables: the first call of each signature is made alone, none is made uncompiled or recompiled unseen.
 
-torch runs ``flex_attention`` unfused, after one warning per process, whenever it is called outside a compiled region
-(compilation switched off by an environment variable, a recompile limit, a graph break). Here the function that is
-compiled looks for itself whether it is being traced, so that no such path can be taken unseen.
+``compiled_flex_attention`` is flex attention in that form. The function that is compiled looks for itself whether it is
+being traced, so that no way around the compiler can be taken unseen (compilation switched off by an environment
+variable or a stance, a recompile limit, a graph break).
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from slipstream.errors import PreflightError
+from slipstream.compilation.dense import refuse_eager_flex
+from slipstream.compilation.locks import first_call_lock
+from slipstream.errors import CompilationError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+log = logging.getLogger("slipstream.compilation")
 _lock = threading.Lock()
-_compiled: list[Callable[..., Tensor]] = []
+_flex: list[FirstCallAlone] = []
+_steady: list[bool] = []  # empty: shapes may still be new; else [strict]
+_late: dict[str, int] = {}
 
 
-def refuse_eager_flex(query: Tensor, key: Tensor) -> None:
-    """Raise PreflightError ``block-sparse`` with the shapes and the size of the score matrix that would have been made.
+def shapes_are_final(*, strict: bool) -> None:
+    """Say that every shape has been seen: from now on a new signature is an error (``strict``) or counted and logged.
 
-    query [R, heads, Q, d], key [R, kv_heads, K, d]. Thread-safe.
+    For the whole process. A run says so after its first step. Thread-safe.
     """
-    rows, heads, queries, _ = query.shape
-    size = rows * heads * queries * key.shape[-2] * 4
-    raise PreflightError(
-        "block-sparse",
-        f"flex_attention was called uncompiled with query {tuple(query.shape)} and key {tuple(key.shape)}; "
-        f"it would make {size / 2**30:.3f} GiB of fp32 scores. Unset TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE, "
-        "or set training.attention = dense",
-    )
+    _steady[:] = [strict]
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, block_mask: Any) -> Tensor:
+def shapes_may_change() -> None:
+    """Take ``shapes_are_final`` back and forget the counts. Thread-safe."""
+    _steady.clear()
+    _late.clear()
+
+
+def late_compilations() -> dict[str, int]:
+    """Return how often each function was compiled for a new signature after ``shapes_are_final``."""
+    return dict(_late)
+
+
+def signature(value: Any) -> Any:
+    """Return what a static compilation of a call depends on, as a hashable value; cheap: it is made at every call.
+
+    Tensors count by shape, dtype, device and whether they want a gradient; containers by their items; block masks by
+    their shape, tile size, and predicate: its code and what it closes over; other objects by their identity.
+    """
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        if (dtype := getattr(value, "dtype", None)) is not None:
+            return (shape, dtype, value.device, value.requires_grad)
+        return (tuple(shape), value.BLOCK_SIZE, _closure(value.mask_mod)) if hasattr(value, "mask_mod") else id(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return tuple(map(signature, value))
+    if isinstance(value, dict):
+        return tuple((k, signature(v)) for k, v in value.items())
+    return id(value)
+
+
+def _closure(predicate: Any) -> Any:
+    """Return what a predicate's compilation depends on: code, and by signature what it closes over."""
+    code = getattr(predicate, "__code__", None)
+    if code is None:
+        return id(predicate)
+    return (code, *(signature(cell.cell_contents) for cell in predicate.__closure__ or ()))
+
+
+class FirstCallAlone:
+    """A function compiled anew for each static signature, whose first call is made under one lock of the process.
+
+    Thread-safe. Later calls take no lock. Each signature has a compiled object and a code object of its own: no shape
+    is checked against the guards of another, and torch's recompile limit is never met. The lock is not held across a
+    backward pass, and not while another thread's later calls run.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        """``options`` go to ``torch.compile``; ``fullgraph=True`` and ``dynamic=False`` unless they say otherwise."""
+        self.function = function
+        self.name = getattr(function, "__qualname__", repr(function))
+        self._options = {"fullgraph": True, "dynamic": False, **options}
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function compiled for these arguments. Inside another compiled region it is traced with that."""
+        import torch
+
+        if torch.compiler.is_dynamo_compiling():
+            return self.function(*args, **kwargs)
+        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
+        key = (tuple(map(signature, args)), signature(kwargs) if kwargs else None, modes)
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            return compiled(*args, **kwargs)
+        return self._first(key, args, kwargs)
+
+    def _first(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        import torch
+
+        with first_call_lock():
+            compiled = self._compiled.get(key)
+            if compiled is not None:  # another thread was first
+                return compiled(*args, **kwargs)
+            self._meet_late_shape(key)
+            compiled = torch.compile(_twin(self.function), **self._options)
+            result = compiled(*args, **kwargs)
+            self._compiled[key] = compiled
+            return result
+
+    def _meet_late_shape(self, key: Any) -> None:
+        if not _steady:
+            return
+        what = f"{self.name} meets a new signature after the shapes were said to be final: {key[0]}"
+        if _steady[0]:
+            raise CompilationError(f"{what}; it would be compiled again. Keep shapes fixed, or set strict off")
+        _late[self.name] = _late.get(self.name, 0) + 1
+        log.warning("%s (number %d)", what, _late[self.name])
+
+    def signatures(self) -> int:
+        """Return for how many signatures it has been compiled."""
+        return len(self._compiled)
+
+    def forget(self) -> None:
+        """Drop every compiled object."""
+        self._compiled.clear()
+
+
+def _twin(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function over a copy of its code: dynamo keeps what it compiled, and its limit, by code object."""
+    if not isinstance(function, FunctionType):
+        return function
+    code = function.__code__.replace()
+    twin = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    twin.__qualname__, twin.__module__ = function.__qualname__, function.__module__
+    return twin
+
+
+def first_call_alone(function: Callable[..., Any], **options: Any) -> FirstCallAlone:
+    """Return ``function`` compiled with ``torch.compile(**options)``, safe to call from many threads at once."""
+    return FirstCallAlone(function, **options)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, block_mask: Any) -> Tensor:
     """Call flex attention with grouped heads. Traced: the check below is folded away. Untraced: it raises."""
     import torch
     from torch.nn.attention.flex_attention import flex_attention
@@ -50,16 +164,13 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, block_mask: Any) -> Tensor:
     return out
 
 
-def compiled_flex_attention() -> Callable[..., Tensor]:
-    """Return ``attend(query, key, value, block_mask) -> Tensor``, one compiled object for the process.
+def compiled_flex_attention() -> FirstCallAlone:
+    """Return ``attend(query, key, value, block_mask) -> Tensor``, one object for the process. Thread-safe.
 
-    ``fullgraph`` makes a graph break or an exhausted recompile limit an error, ``dynamic=False`` one kernel a shape.
-    Inside another compiled region it is inlined. Creating it is thread-safe; its first call at each shape compiles and
-    is not: make that call from one thread at a time.
+    query [R, heads, Q, d], key and value [R, kv_heads, K, d]; the result has query's shape and dtype. ``fullgraph``
+    makes a graph break an error, ``dynamic=False`` one kernel a shape. Inside another compiled region it is inlined.
     """
-    import torch
-
     with _lock:
-        if not _compiled:
-            _compiled.append(torch.compile(_flex, fullgraph=True, dynamic=False))
-        return _compiled[0]
+        if not _flex:
+            _flex.append(FirstCallAlone(_attend))
+        return _flex[0]

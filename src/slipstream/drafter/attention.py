@@ -238,7 +238,8 @@ class FlexAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend; see Attention. ``update`` comes first."""
-        return self._attend(q, k, v, self.masks[self._windows[layer]].block_mask)
+        out: Tensor = self._attend(q, k, v, self.masks[self._windows[layer]].block_mask)
+        return out
 
 
 def build_attention(

@@ -11,7 +11,10 @@ from typing import Any
 
 
 class Interrupts:
-    """While entered, the first SIGINT or SIGTERM only sets ``received`` (its name). Inert outside the main thread."""
+    """While entered, the first SIGINT or SIGTERM only sets ``received`` (its name). Inert outside the main thread.
+
+    A signal that the process was told to ignore stays ignored: shells start background jobs so.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -21,7 +24,8 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+            wanted = [number for number in self.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._handle) for number in wanted}
         return self
 
     def __exit__(

@@ -11,6 +11,22 @@ import pytest
 from slipstream.training.interrupt import Interrupts
 
 
+@pytest.fixture(autouse=True)
+def python_handlers():
+    """Whatever the shell said: a background job is started with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_ignored_signal_stays_ignored():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with Interrupts() as interrupts:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.received is None
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
 def test_first_signal_is_noted_second_interrupts_and_handlers_return():
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with Interrupts() as interrupts:

@@ -1,0 +1,122 @@
+"""``install``: make compilation and autotuning safe under threads. ``verify``: see that they are."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import ModuleType
+
+from slipstream.compilation.autotune import AUTOTUNER
+from slipstream.compilation.dense import DENSE_FLEX
+from slipstream.compilation.flags import FX_FLAG, FX_MODULES, IS_COMPILING
+from slipstream.compilation.hazards import Hazard, Report, State
+from slipstream.compilation.hooks import installed, when_imported
+from slipstream.compilation.inductor import INDUCTOR_AUTOTUNER
+from slipstream.compilation.lowering import LAZY_BACKWARD, THREAD_CONFIG, share
+from slipstream.compilation.tensor_cache import TENSOR_CACHE
+from slipstream.errors import CompilationError
+
+# The order matters in one place: the flag's wrapper of Tracer.trace before that of the modules.
+HAZARDS: tuple[Hazard, ...] = (
+    FX_FLAG,
+    FX_MODULES,
+    IS_COMPILING,
+    LAZY_BACKWARD,
+    THREAD_CONFIG,
+    AUTOTUNER,
+    INDUCTOR_AUTOTUNER,
+    TENSOR_CACHE,
+    DENSE_FLEX,
+)
+
+_lock = threading.RLock()
+_states: dict[str, State] = {}
+_asked = False
+
+
+def install(*, allow_unknown: bool = False) -> Report:
+    """Make safe what this installation's torch, Triton and FLA do not; return what was found and done.
+
+    Idempotent and thread-safe; call it before or after any of them is imported, at any time, in any thread. torch is
+    imported; Triton, inductor and FLA are made safe when they are imported. Feature tests decide, not version numbers:
+    what is safe upstream is left alone. Settings of torch that the calling thread has assigned become every thread's.
+
+    Raises CompilationError for a version whose code is not as the fix expects, naming it; with ``allow_unknown`` that
+    hazard is left open and reported as unknown.
+    """
+    global _asked
+    import torch._functorch.config
+
+    with _lock:
+        _asked = True
+        for hazard in HAZARDS:
+            if hazard.name in _states and _states[hazard.name].status not in ("not installed", "unknown"):
+                continue
+            if not installed(hazard.module.split(".")[0]) or (hazard is INDUCTOR_AUTOTUNER and not installed("triton")):
+                _states[hazard.name] = State(hazard.name, "not installed")
+                continue
+            _states[hazard.name] = State(hazard.name, "not imported yet")
+            when_imported(hazard.module, _Handle(hazard))
+        share()
+        unknown = [s for s in _states.values() if s.status == "unknown"]
+        if unknown and not allow_unknown:
+            raise CompilationError(
+                "compilation under threads could not be made safe: "
+                + "; ".join(f"{s.name}: {s.detail}" for s in unknown)
+                + "; use a version that is supported, or install(allow_unknown=True) at your own risk"
+            )
+        return report()
+
+
+class _Handle:
+    """Handles one hazard when its module has been imported."""
+
+    def __init__(self, hazard: Hazard) -> None:
+        self.hazard = hazard
+
+    def __call__(self, _: ModuleType) -> None:
+        hazard = self.hazard
+        with _lock:
+            if not hazard.needed():
+                _states[hazard.name] = State(hazard.name, "safe upstream")
+            elif why := hazard.unknown():
+                _states[hazard.name] = State(hazard.name, "unknown", why)
+            else:
+                hazard.apply()
+                _states[hazard.name] = State(hazard.name, "handled")
+
+
+def report() -> Report:
+    """Return what the last ``install`` knows; empty before it."""
+    return Report(tuple(_states[h.name] for h in HAZARDS if h.name in _states))
+
+
+def _is_imported(name: str) -> bool:
+    module = sys.modules.get(name)
+    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
+
+
+def verify() -> Report:
+    """Provoke each hazard in the calling thread and see that it does no harm; a few milliseconds. Thread-safe.
+
+    Call it at the start of every thread that trains, after all imports, and between steps. It finds what was never
+    installed, what a later import has overwritten, and a flag that is stuck. Returns the report; raises
+    CompilationError naming every hazard that is not held.
+    """
+    if not _asked:
+        raise CompilationError("slipstream.compilation.install() has not been called in this process; call it first")
+    failures = []
+    for hazard in HAZARDS:
+        state = _states[hazard.name]
+        if state.status == "not imported yet" and _is_imported(hazard.module):
+            failures.append(f"{hazard.name}: {hazard.module} was imported without being noticed")
+        if state.status in ("handled", "safe upstream"):  # unknown: install() told the user, who allowed it
+            seen = hazard.check()
+            if seen:
+                failures.append(f"{hazard.name}: {seen}")
+    if failures:
+        raise CompilationError(
+            f"compilation under threads is not safe: {'; '.join(failures)}. Something was patched over it: look for "
+            "other patches of torch, Triton or FLA in this process, and remove them"
+        )
+    return report()
