@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from types import ModuleType
@@ -45,8 +46,7 @@ def install(*, allow_unknown: bool = False) -> Report:
     hazard is left open and reported as unknown.
     """
     global _asked
-    import torch._functorch.config
-
+    importlib.import_module("torch._functorch.config")
     with _lock:
         _asked = True
         for hazard in HAZARDS:

@@ -127,32 +127,48 @@ def _judge(target: Target, found: list[dict[str, Any]], prefixes: dict[int, list
 
 
 def _rounding_noise(call: DecoderCall, prefix: Sequence[int], rows: int) -> float:
-    """Return the largest difference of a leading token's logit among three ways of computing it.
+    """Return the largest difference of a leading token's logit among four ways of computing it.
 
-    One pass over one row, one pass over ``rows`` equal rows, and token by token over ``rows`` rows, seen at the last
-    ``_STEPS`` tokens of ``prefix``, for the best ``_CANDIDATES`` tokens of each. None of them is block decoding's own
-    way, so a fault of that cannot widen what is called rounding.
+    In one pass and token by token, each for one row alone and for ``rows`` rows and a longer one, so that they are
+    padded and masked: matrix products of other heights, and attention with a mask, take kernels that round otherwise.
+    Seen at the last ``_STEPS`` tokens of ``prefix``, for the best ``_CANDIDATES`` tokens of each way. None of them is
+    block decoding's own, so a fault of that cannot widen what is called rounding.
     """
     steps = min(_STEPS, len(prefix) - 1)
     if steps < 1:
         return 0.0
-    head = call.target.head
-    start = len(prefix) - steps
-    ids = torch.tensor([prefix], device=call.target.device).expand(rows, -1)
-    positions = torch.arange(len(prefix), device=ids.device).expand(rows, -1)
+    longer = [*prefix[:1], *prefix]
     ways = []
-    for height in sorted({1, rows}):
-        hidden = call(ids[:height], positions=positions[:height], mask=None, cache=call.new_cache())
-        ways.append(head(hidden[:1, start:])[0])
-    state = prefill(call, [prefix[:start]] * rows, None)
-    single: list[Tensor] = []
-    for at in range(start, len(prefix)):
-        one = slice(at, at + 1)
-        hidden = call(ids[:, one], positions=positions[:, one], mask=None, cache=state.cache)
-        single.append(head(hidden)[0, 0])
-    ways.append(torch.stack(single))
-    logits = torch.stack([way.float() for way in ways])
+    for batch in ([list(prefix)], [list(prefix)] * rows + [longer]):
+        ways += [_at_once(call, batch, steps), _one_by_one(call, batch, steps)]
+    logits = torch.stack(ways).float()
     best = logits.topk(min(_CANDIDATES, logits.shape[-1])).indices
     best = torch.cat(list(best), dim=-1).expand(len(ways), -1, -1)
     seen = logits.gather(-1, best)
     return float((seen.amax(0) - seen.amin(0)).max())
+
+
+def _at_once(call: DecoderCall, batch: list[list[int]], steps: int) -> Tensor:
+    """Return row 0's logits ``[steps, V]`` at its last tokens, from one pass over the left-padded batch."""
+    width = max(map(len, batch))
+    ids = torch.tensor([[0] * (width - len(b)) + b for b in batch], device=call.target.device)
+    columns = torch.arange(width, device=ids.device)
+    pads = torch.tensor([width - len(b) for b in batch], device=ids.device)[:, None]
+    mask = (columns >= pads).long() if len(batch) > 1 else None
+    hidden = call(ids, positions=(columns - pads).clamp(min=0), mask=mask, cache=call.new_cache())
+    return call.target.head(hidden[:1, -steps:])[0]
+
+
+def _one_by_one(call: DecoderCall, batch: list[list[int]], steps: int) -> Tensor:
+    """Return the same, from a pass over what stands before and a cached pass for each of the last tokens."""
+    state = prefill(call, [b[:-steps] for b in batch], None)
+    ids = torch.tensor([b[-steps:] for b in batch], device=call.target.device)
+    first = torch.tensor(state.lengths, device=ids.device)[:, None]
+    mask, rows = state.mask, len(batch)
+    found = []
+    for step in range(steps):
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(rows, 1)], dim=1)
+        hidden = call(ids[:, step : step + 1], positions=first + step, mask=mask, cache=state.cache)
+        found.append(call.target.head(hidden[:1, 0])[0])
+    return torch.stack(found)
