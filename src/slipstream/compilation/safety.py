@@ -8,8 +8,9 @@ import threading
 from types import ModuleType
 
 from slipstream.compilation.autotune import AUTOTUNER
+from slipstream.compilation.compiling_flag import IS_COMPILING
 from slipstream.compilation.dense import DENSE_FLEX
-from slipstream.compilation.flags import FX_FLAG, FX_MODULES, IS_COMPILING
+from slipstream.compilation.fx_trace import FX_FLAG, FX_MODULES
 from slipstream.compilation.hazards import Hazard, Report, State
 from slipstream.compilation.hooks import installed, when_imported
 from slipstream.compilation.inductor import INDUCTOR_AUTOTUNER

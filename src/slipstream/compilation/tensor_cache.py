@@ -76,7 +76,8 @@ def _shared_queues() -> Iterator[tuple[Any, FunctionType]]:
 def _apply() -> None:
     _home().deque = QueuePerThread  # type: ignore[attr-defined]
     for cell, _ in list(_shared_queues()):
-        cell.cell_contents = QueuePerThread(maxlen=cell.cell_contents.maxlen)
+        if type(cell.cell_contents) is deque:  # a function that several modules import comes by more than once
+            cell.cell_contents = QueuePerThread(maxlen=cell.cell_contents.maxlen)
 
 
 def _check() -> str:

@@ -1,0 +1,185 @@
+"""``install`` makes safe, whatever the order of imports; ``verify`` sees each hazard where it is not held."""
+
+from __future__ import annotations
+
+import pytest
+
+HAZARDS = (
+    "fx-flag",
+    "fx-modules",
+    "is-compiling",
+    "lazy-backward",
+    "thread-config",
+    "triton-autotuner",
+    "inductor-autotuner",
+    "fla-tensor-cache",
+    "dense-flex",
+)
+IMPORTS = """
+    import torch, triton, torch._inductor.runtime.triton_heuristics, torch.nn.attention.flex_attention, fla.utils
+    import fla.ops.utils.index
+"""
+INSTALL = """
+    from slipstream.compilation import install, report, verify
+    install()
+"""
+
+
+@pytest.mark.parametrize(
+    "order", [INSTALL + IMPORTS, IMPORTS + INSTALL, IMPORTS + INSTALL + INSTALL, "import torch\n" + INSTALL + IMPORTS]
+)
+def test_before_or_after_everything_is_imported_and_twice(order, fresh):
+    order = "\n".join(line.strip() for line in order.splitlines())
+    states = fresh(order + "\nverify(); print({s.name: s.status for s in report().states})")
+    found = eval(states)
+    assert tuple(found) == HAZARDS
+    assert set(found.values()) <= {"handled", "safe upstream"}
+    # What is this installation's must be ours, or else nothing would have been made safe at all.
+    assert found["triton-autotuner"] == found["inductor-autotuner"] == found["dense-flex"] == "handled"
+
+
+def test_every_hazard_is_seen_on_a_stock_installation(fresh):
+    """The checks can fail: without ``install`` each one that this installation needs sees its hazard."""
+    seen = fresh("""
+        import torch, triton, torch._inductor.runtime.triton_heuristics, torch.nn.attention.flex_attention
+        import torch._functorch.config, fla.utils, fla.ops.utils.index
+        from slipstream.compilation.safety import HAZARDS
+        print({h.name: h.check() for h in HAZARDS if h.needed()})
+    """)
+    found = eval(seen)
+    assert {"fx-modules", "lazy-backward", "triton-autotuner", "inductor-autotuner", "dense-flex"} <= set(found)
+    # thread-config is seen only where a setting has been assigned
+    assert {name for name, what in found.items() if not what} <= {"thread-config"}
+
+
+def test_verify_without_install_is_an_error(fresh):
+    assert "install() has not been called" in fresh("""
+        from slipstream.compilation import verify
+        try:
+            verify()
+        except Exception as error:
+            print(type(error).__name__, error)
+    """)
+
+
+@pytest.mark.parametrize(
+    ("overwrite", "name"),
+    [
+        ("torch.fx.Tracer.trace = __import__('inspect').unwrap(torch.fx.Tracer.trace)", "fx-modules"),
+        ("triton.runtime.autotuner.Autotuner.run = triton.runtime.autotuner.Autotuner.run.__wrapped__; "
+         "del triton.runtime.autotuner.Autotuner.nargs", "triton-autotuner"),
+        ("heuristics.CachingAutotuner.run = heuristics.CachingAutotuner.run.__wrapped__", "inductor-autotuner"),
+        ("torch._functorch.config.force_non_lazy_backward_lowering = False", "lazy-backward"),
+        ("flex.setup_compilation_env = __import__('torch._higher_order_ops.utils', fromlist=['x'])."
+         "setup_compilation_env", "dense-flex"),
+        ("fx = torch.fx._symbolic_trace; fx._is_fx_tracing_flag = True", "fx-flag"),
+    ],
+)  # fmt: skip
+def test_what_a_later_import_overwrites_is_found_and_named(overwrite, name, fresh):
+    text = fresh(f"""
+        import torch, triton
+        import torch._inductor.runtime.triton_heuristics as heuristics
+        import torch.nn.attention.flex_attention as flex
+        from slipstream.compilation import install, verify
+        install()
+        verify()
+        if {name!r} == "fx-flag" and hasattr(torch.fx._symbolic_trace, "_is_fx_tracing_tls"):
+            print("fx-flag: safe upstream")
+        else:
+            {overwrite}
+            try:
+                verify()
+            except Exception as error:
+                print(type(error).__name__, error)
+    """)
+    assert f"{name}:" in text
+    assert "CompilationError" in text or "safe upstream" in text
+
+
+def test_a_version_that_is_not_known_is_refused_unless_told_otherwise(fresh):
+    text = fresh("""
+        import torch.nn.attention.flex_attention as flex
+        del flex.setup_compilation_env
+        from slipstream.compilation import install, verify
+        try:
+            install()
+        except Exception as error:
+            print(type(error).__name__, error)
+        print(install(allow_unknown=True)["dense-flex"].status, verify()["dense-flex"].detail)
+    """)
+    assert text == "unknown torch.nn.attention.flex_attention has no setup_compilation_env"
+
+
+def test_each_thread_can_verify_while_others_do(fresh):
+    assert (
+        fresh("""
+        import threading, triton, torch.nn.attention.flex_attention, torch._inductor.runtime.triton_heuristics
+        from slipstream.compilation import install, verify
+        install()
+        failures = []
+        def work():
+            try:
+                for _ in range(10):
+                    verify()
+            except Exception as error:
+                failures.append(error)
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        [t.start() for t in threads], [t.join() for t in threads]
+        print(failures)
+    """)
+        == "[]"
+    )
+
+
+def test_a_child_that_was_forked_while_locks_were_held_goes_on(fresh):
+    assert (
+        fresh("""
+        import os, threading, triton
+        from slipstream.compilation import install, verify
+        from slipstream.compilation.locks import first_call_lock, tuning_lock
+        install()
+        verify()
+        held, done = threading.Event(), threading.Event()
+        def hold():
+            with first_call_lock(), tuning_lock(-1):
+                held.set()
+                done.wait()
+        threading.Thread(target=hold).start()
+        held.wait()
+        child = os.fork()
+        if not child:
+            locks = first_call_lock(), tuning_lock(-1)
+            ok = all(lock.acquire(timeout=2) for lock in locks)
+            [lock.release() for lock in locks]
+            verify()
+            os._exit(0 if ok else 1)
+        done.set()
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """)
+        == "0"
+    )
+
+
+def test_settings_that_were_assigned_hold_in_threads_and_a_later_one_is_told(fresh):
+    text = fresh("""
+        import threading, torch._inductor.config as inductor, torch._dynamo.config as dynamo
+        inductor.max_autotune = True
+        from slipstream.compilation import install, verify
+        install()
+        verify()
+        seen = []
+        t = threading.Thread(target=lambda: seen.append(inductor.max_autotune)); t.start(); t.join()
+        assert seen == [True], seen
+        dynamo.recompile_limit = 77
+        t = threading.Thread(target=lambda: seen.append(dynamo.recompile_limit)); t.start(); t.join()
+        if seen[1] == 77:
+            print("settings are the process's")
+        else:
+            try:
+                verify()
+            except Exception as error:
+                print(error)
+            install()
+            verify()
+    """)
+    assert "settings are the process's" in text or "recompile_limit is 77 in this thread" in text
