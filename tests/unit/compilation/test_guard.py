@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from slipstream.compilation import guard
 from slipstream.compilation.dense import refuse_eager_flex
 from slipstream.compilation.guard import compiled_flex_attention
 from slipstream.errors import CompilationError
@@ -53,3 +54,106 @@ def test_inside_another_compiled_region_it_is_inlined():
     assert len(graphs) == 1
     targets = {str(node.target) for node in graphs[0].graph.nodes}
     assert "flex_attention" in targets
+
+
+def in_threads(count, work):
+    failures = []
+
+    def run(i):
+        try:
+            work(i)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return failures
+
+
+def counting_backend(compiled):
+    def backend(graph, _):
+        compiled.append(threading.get_ident())
+        return graph.forward
+
+    return backend
+
+
+@pytest.fixture(autouse=True)
+def shapes_open():
+    guard.shapes_may_change()
+    yield
+    guard.shapes_may_change()
+
+
+def test_each_signature_is_compiled_once_whoever_comes_first():
+    compiled = []
+    double = guard.first_call_alone(lambda x: x * 2, backend=counting_backend(compiled))
+    barrier = threading.Barrier(4)
+
+    def work(i):
+        barrier.wait()
+        for size in (3, 5, 3, 7):
+            x = torch.full((size,), float(i))
+            assert torch.equal(double(x), x * 2)
+
+    assert in_threads(4, work) == []
+    assert len(compiled) == 3
+    assert double.signatures() == 3
+
+
+def test_more_shapes_than_the_recompile_limit_are_no_trouble():
+    compiled = []
+    double = guard.first_call_alone(lambda x: x * 2, backend=counting_backend(compiled))
+    for size in range(1, 41):
+        double(torch.ones(size))
+    assert len(compiled) == 40
+
+
+def test_after_the_shapes_are_final_a_new_one_is_an_error_or_counted(caplog):
+    double = guard.first_call_alone(lambda x: x * 2, backend=counting_backend([]))
+    double(torch.ones(3))
+    guard.shapes_are_final(strict=True)
+    double(torch.ones(3))
+    with pytest.raises(CompilationError, match=r"new signature .*torch\.Size\(\[4\]\)"):
+        double(torch.ones(4))
+    guard.shapes_are_final(strict=False)
+    double(torch.ones(4))
+    assert list(guard.late_compilations().values()) == [1]
+    assert "new signature" in caplog.text
+
+
+def test_an_error_while_compiling_is_the_callers_and_the_next_call_tries_again():
+    tries = []
+
+    def backend(graph, _):
+        tries.append(1)
+        if len(tries) == 1:
+            raise RuntimeError("no compiler here")
+        return graph.forward
+
+    double = guard.first_call_alone(lambda x: x * 2, backend=backend)
+    barrier = threading.Barrier(3)
+
+    def work(_):
+        barrier.wait()
+        double(torch.ones(3))
+
+    failures = in_threads(3, work)
+    assert len(failures) == 1
+    assert "no compiler here" in str(failures[0])
+    assert double.signatures() == 1
+
+
+def test_masks_are_told_apart_by_predicate_and_by_what_it_closes_over():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def mask(window, start):
+        return create_block_mask(lambda b, h, q, k: (q - k < window) & (k >= start), 1, None, 128, 128, device="cpu")
+
+    zero, two = torch.zeros(1, dtype=torch.long)[0], torch.full((1,), 2)[0]
+    assert guard.signature(mask(5, zero)) == guard.signature(mask(5, zero.clone()))
+    assert guard.signature(mask(5, zero)) == guard.signature(mask(5, two)), "tensors are inputs, not constants"
+    assert guard.signature(mask(5, zero)) != guard.signature(mask(6, zero))

@@ -1,0 +1,167 @@
+"""Triton's real tuner over a kernel that launches nothing: who tunes, how often, and what an error costs."""
+
+from __future__ import annotations
+
+PRELUDE = """
+    import threading, triton
+    from triton.runtime.autotuner import Autotuner
+    from slipstream.compilation import install
+    from slipstream.compilation.autotune import _Kernel, _Number
+    install()
+
+    def many(work, count=4):
+        failures = []
+        def run(i):
+            try:
+                work(i)
+            except Exception as error:
+                failures.append(f"{type(error).__name__}: {error}")
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+        [t.start() for t in threads], [t.join() for t in threads]
+        return failures
+
+    configs = [triton.Config({}, num_warps=w) for w in (1, 2, 4)]
+"""
+
+
+def test_each_configuration_of_a_key_is_timed_once_and_all_threads_choose_the_same(fresh):
+    assert (
+        fresh(
+            PRELUDE
+            + """
+    benches = []
+    def bench(call, quantiles=None):
+        call()
+        benches.append(threading.get_ident())
+        return [float(len(benches) % 3)] * 3
+    tuner = Autotuner(_Kernel(), ["x"], configs, ["x"], None, None, do_bench=bench)
+    barrier = threading.Barrier(4)
+    def work(i):
+        barrier.wait()
+        for call in range(50):
+            tuner.run(call // 10)
+    failures = many(work)
+    left = tuner.__dict__["_slipstream_shared"]
+    print(failures, len(benches) == 5 * len(configs), len(tuner.cache), left.timings, left.threads)
+    """
+        )
+        == "[] True 5 {} {}"
+    )
+
+
+def test_other_keys_and_restored_tensors_do_not_mix(fresh):
+    assert (
+        fresh(
+            PRELUDE
+            + """
+    def bench(call, quantiles=None):
+        call()
+        return [1.0] * 3
+    class Adds(_Kernel):
+        def run(self, x, n, **meta):
+            x.value += 1
+    def named(x, n): pass
+    wrong = []
+    for _ in range(30):
+        kernel = Adds()
+        kernel.fn = named
+        tuner = Autotuner(kernel, ["x", "n"], configs, ["n"], None, ["x"], do_bench=bench)
+        barrier = threading.Barrier(4)
+        def work(i):
+            x = _Number(1000 * i)
+            barrier.wait()
+            for call in range(4):
+                tuner.run(x, i + 10 * (call // 2))
+            if x.value != 1000 * i + 4:
+                wrong.append(x.value)
+        wrong += many(work)
+    print(wrong)
+    """
+        )
+        == "[]"
+    )
+
+
+def test_an_error_while_tuning_reaches_one_thread_and_the_others_go_on(fresh):
+    assert (
+        fresh(
+            PRELUDE
+            + """
+    calls = []
+    def bench(call, quantiles=None):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("device lost")
+        return [1.0] * 3
+    tuner = Autotuner(_Kernel(), ["x"], configs, ["x"], None, None, do_bench=bench)
+    barrier = threading.Barrier(4)
+    def work(i):
+        barrier.wait()
+        tuner.run(7)
+    failures = many(work)
+    left = tuner.__dict__["_slipstream_shared"]
+    print(failures, len(tuner.cache), left.threads, tuner.nargs)
+    """
+        )
+        == "['RuntimeError: device lost'] 1 {} None"
+    )
+
+
+def test_a_cleared_cache_is_tuned_again(fresh):
+    assert (
+        fresh(
+            PRELUDE
+            + """
+    calls = []
+    def bench(call, quantiles=None):
+        calls.append(1)
+        return [1.0] * 3
+    tuner = Autotuner(_Kernel(), ["x"], configs, ["x"], None, None, do_bench=bench)
+    tuner.run(7)
+    tuner.cache.clear()
+    tuner.run(7)
+    print(len(calls))
+    """
+        )
+        == "6"
+    )
+
+
+def test_a_tuner_can_be_copied_and_pickled_state_and_all(fresh):
+    assert fresh(
+        PRELUDE
+        + """
+    import copy
+    tuner = Autotuner(_Kernel(), ["x"], configs, ["x"], None, None, do_bench=lambda call, quantiles=None: [1.0] * 3)
+    tuner.run(7)
+    twin = copy.copy(tuner)
+    twin.run(8)
+    deep = copy.deepcopy({k: v for k, v in tuner.__dict__.items() if k.startswith("_slipstream")})
+    print(sorted(deep), twin.nargs)
+    """
+    ).endswith(" None")
+
+
+def test_flas_tuner_is_covered_through_its_base(fresh):
+    assert (
+        fresh(
+            PRELUDE
+            + """
+    import fla.ops.utils.cache as cache
+    failures = []
+    for _ in range(20):
+        tuner = cache.CachedAutotuner(_Kernel(), ["x"], configs, ["x"], None, ["x"],
+                                      do_bench=lambda call, quantiles=None: (call(), [1.0] * 3)[1])
+        barrier = threading.Barrier(4)
+        def work(i):
+            x = _Number(i)
+            barrier.wait()
+            for _ in range(3):
+                tuner.run(x)
+            assert x.value == i, (x.value, i)
+        failures += many(work)
+    print(failures)
+    """
+        )
+        == "[]"
+    )

@@ -1,0 +1,53 @@
+"""A module is acted upon once, as soon as it has been imported, whoever imports it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from slipstream.compilation.hooks import installed, when_imported
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    name = f"slow_module_{abs(hash(request.node.name))}"
+    (tmp_path / f"{name}.py").write_text("import time\ntime.sleep(0.05)\nvalue = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_now_if_it_is_imported(module: str) -> None:
+    importlib.import_module(module)
+    seen: list[int] = []
+    assert when_imported(module, lambda m: seen.append(m.value))
+    assert seen == [1]
+
+
+def test_later_if_it_is_not_and_only_once(module: str) -> None:
+    seen: list[int] = []
+    assert not when_imported(module, lambda m: seen.append(m.value))
+    assert not when_imported(module, lambda m: seen.append(m.value + 1))
+    importlib.import_module(module)
+    importlib.reload(sys.modules[module])
+    assert seen == [1, 2]
+
+
+def test_while_other_threads_import_it(module: str) -> None:
+    seen: list[int] = []
+    threads = [threading.Thread(target=importlib.import_module, args=(module,)) for _ in range(3)]
+    threads += [threading.Thread(target=when_imported, args=(module, lambda m: seen.append(m.value))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [1, 1, 1]
+
+
+def test_whether_a_package_is_there() -> None:
+    assert installed("json")
+    assert not installed("no_such_package_anywhere")
