@@ -21,6 +21,10 @@ class RunConfig:
     """auto (cuda if there is one, else cpu), cpu, cuda or cuda:N."""
     threads: int = 0
     """CPU threads for torch; 0 leaves torch's own choice."""
+    strict: bool = True
+    """A shape that is compiled after the first step is an error; false: it is counted and logged."""
+    allow_unknown_versions: bool = False
+    """Run although compilation under threads could not be made safe for this version of torch, Triton or FLA."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,23 @@ Usable alone: it imports nothing of the trainer, and torch only when it is calle
 """
 
 from slipstream.compilation.dense import dense_flex_allowed
-from slipstream.compilation.guard import compiled_flex_attention, first_call_alone
+from slipstream.compilation.guard import (
+    compiled_flex_attention,
+    first_call_alone,
+    late_compilations,
+    shapes_are_final,
+    shapes_may_change,
+)
 from slipstream.compilation.safety import install, report, verify
 
-__all__ = ["compiled_flex_attention", "dense_flex_allowed", "first_call_alone", "install", "report", "verify"]
+__all__ = [
+    "compiled_flex_attention",
+    "dense_flex_allowed",
+    "first_call_alone",
+    "install",
+    "late_compilations",
+    "report",
+    "shapes_are_final",
+    "shapes_may_change",
+    "verify",
+]

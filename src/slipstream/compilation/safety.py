@@ -64,7 +64,8 @@ def install(*, allow_unknown: bool = False) -> Report:
             raise CompilationError(
                 "compilation under threads could not be made safe: "
                 + "; ".join(f"{s.name}: {s.detail}" for s in unknown)
-                + "; use a version that is supported, or install(allow_unknown=True) at your own risk"
+                + "; use a version that is supported, or allow it at your own risk (run.allow_unknown_versions = true; "
+                "install(allow_unknown=True))"
             )
         return report()
 

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from slipstream.compilation import shapes_are_final, shapes_may_change, verify
 from slipstream.drafter.anchors import sample_blocks
 from slipstream.drafter.store import load_drafter, save_drafter
 from slipstream.errors import CheckpointError, DecodingError
@@ -178,6 +179,7 @@ class Trainer:
     def save(self, log: MetricsLog) -> Path:
         """Write a checkpoint of this step. The metrics before it reach the disk first."""
         self.check_fault()
+        verify()
         log.sync()
         return save_checkpoint(
             self.directory.checkpoints,
@@ -204,8 +206,10 @@ class Trainer:
                     if done is None or done["step"] < self.step:  # killed between this checkpoint and its evaluation
                         self._evaluate(log, display)
                 last = self.finished()
+                verify()
                 while not last:
                     self.train_step()
+                    shapes_are_final(strict=self.run.recipe.run.strict)
                     last = self.finished()
                     display.advance(self.step, self.progress(self.step))
                     self._after_step(log, display, last)
@@ -225,6 +229,7 @@ class Trainer:
                     "drafter: do not trust the decoded acceptance, and report it"
                 )
         finally:
+            shapes_may_change()
             log.close()
 
     def _due(self, every: int, last: bool) -> bool:

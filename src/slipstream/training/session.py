@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slipstream.compilation import install, verify
 from slipstream.config import Recipe, TrainingConfig
 from slipstream.data.pack import PackedDataset, build_dataset, tokenizer_digest
 from slipstream.drafter.attention import RefreshableAttention, build_attention
@@ -140,6 +141,7 @@ def prepare(
     errors of each part.
     """
     training = recipe.training
+    install(allow_unknown=recipe.run.allow_unknown_versions)
     if recipe.run.threads > 0:
         torch.set_num_threads(recipe.run.threads)
     device = resolve_device(recipe.run.device)
@@ -203,6 +205,7 @@ def prepare(
         f"drafter: {config.layers} layers, {parameters:,} parameters, block {config.block_size}, "
         f"target layers {list(config.target_layer_ids)}, mask token {config.mask_token_id}"
     )
+    verify()  # now that everything has been imported
     return PreparedRun(
         recipe=recipe,
         device=device,

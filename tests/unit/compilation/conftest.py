@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"
+FLA = Path(sys.prefix) / "fla"  # make install puts it there
 
 
 @pytest.fixture
@@ -22,9 +23,10 @@ def fresh(tmp_path: Path) -> Callable[..., str]:
     """
 
     def run(code: str, **environment: str) -> str:
+        assert FLA.is_dir(), f"{FLA} is missing: run make install"
         done = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(code)],
-            env={**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONWARNINGS": "ignore", **environment},
+            env={**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{FLA}", "PYTHONWARNINGS": "ignore", **environment},
             cwd=tmp_path,
             capture_output=True,
             text=True,
