@@ -77,7 +77,8 @@ def _apply() -> None:
 
     setattr(flex, _SETUP, refuse)
     # torch's warning comes before that, once per process, and says what is not going to happen.
-    getattr(flex, "_WARNINGS_SHOWN", set()).add("flex_attention_performance")
+    shown: set[str] = getattr(flex, "_WARNINGS_SHOWN", set())
+    shown.add("flex_attention_performance")
 
 
 def _check() -> str:

@@ -25,6 +25,8 @@ _lock = threading.Lock()
 _flex: list[FirstCallAlone] = []
 _steady: list[bool] = []  # empty: shapes may still be new; else [strict]
 _late: dict[str, int] = {}
+_KEPT = "_slipstream_signature"
+_describe: dict[type, Callable[[Any], Any]] = {}
 
 
 def shapes_are_final(*, strict: bool) -> None:
@@ -52,18 +54,43 @@ def signature(value: Any) -> Any:
     Tensors count by shape, dtype, device and whether they want a gradient; containers by their items; block masks by
     their shape, tile size, and predicate: its code and what it closes over; other objects by their identity.
     """
-    shape = getattr(value, "shape", None)
-    if shape is not None:
-        if (dtype := getattr(value, "dtype", None)) is not None:
-            return (shape, dtype, value.device, value.requires_grad)
-        return (tuple(shape), value.BLOCK_SIZE, _closure(value.mask_mod)) if hasattr(value, "mask_mod") else id(value)
+    kind = type(value)
+    describe = _describe.get(kind)
+    if describe is None:
+        describe = _describe[kind] = _describer(value)
+    return describe(value)
+
+
+def _describer(value: Any) -> Callable[[Any], Any]:
+    """Return how values of this type are described; asked once a type, since asking costs more than describing."""
+    if hasattr(value, "mask_mod"):
+        return _mask
+    if hasattr(value, "requires_grad") and hasattr(value, "get_device"):
+        return _tensor
     if value is None or isinstance(value, bool | int | float | str):
-        return value
+        return lambda v: v
     if isinstance(value, tuple | list):
-        return tuple(map(signature, value))
+        return lambda v: tuple(map(signature, v))
     if isinstance(value, dict):
-        return tuple((k, signature(v)) for k, v in value.items())
-    return id(value)
+        return lambda v: tuple((k, signature(x)) for k, x in v.items())
+    return id
+
+
+def _signatures(*args: Any, **kwargs: Any) -> Any:
+    return tuple([signature(a) for a in args]), signature(kwargs) if kwargs else None
+
+
+def _tensor(value: Any) -> Any:
+    return (value.shape, value.dtype, value.get_device(), value.requires_grad)
+
+
+def _mask(mask: Any) -> Any:
+    """Return a block mask's part of the signature, kept on the mask: it is refreshed in place, not made anew."""
+    kept = mask.__dict__.get(_KEPT)
+    if kept is None or kept[0] is not mask.mask_mod:
+        kept = (mask.mask_mod, (tuple(mask.shape), mask.BLOCK_SIZE, _closure(mask.mask_mod)))
+        mask.__dict__[_KEPT] = kept
+    return kept[1]
 
 
 def _closure(predicate: Any) -> Any:
@@ -82,25 +109,39 @@ class FirstCallAlone:
     backward pass, and not while another thread's later calls run.
     """
 
-    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
-        """``options`` go to ``torch.compile``; ``fullgraph=True`` and ``dynamic=False`` unless they say otherwise."""
+    def __init__(self, function: Callable[..., Any], *, key: Callable[..., Any] | None = None, **options: Any) -> None:
+        """Say how to compile.
+
+        ``options`` go to ``torch.compile``; ``fullgraph=True`` and ``dynamic=False`` unless they say otherwise.
+        ``key``: what the compilation depends on, given the arguments; else the ``signature`` of each of them.
+        """
         self.function = function
         self.name = getattr(function, "__qualname__", repr(function))
         self._options = {"fullgraph": True, "dynamic": False, **options}
         self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._key = key or _signatures
+        # Looked up once: an import statement in every call would cost more than all the rest.
+        self._traced: Any = None
+        self._modes: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function compiled for these arguments. Inside another compiled region it is traced with that."""
-        import torch
-
-        if torch.compiler.is_dynamo_compiling():
+        traced = self._traced or self._load()
+        if traced():
             return self.function(*args, **kwargs)
-        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"))
-        key = (tuple(map(signature, args)), signature(kwargs) if kwargs else None, modes)
+        grad, autocast = self._modes
+        key = (self._key(*args, **kwargs), grad(), autocast())
         compiled = self._compiled.get(key)
         if compiled is not None:
             return compiled(*args, **kwargs)
         return self._first(key, args, kwargs)
+
+    def _load(self) -> Any:
+        import torch
+
+        self._modes = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
+        self._traced = torch.compiler.is_dynamo_compiling
+        return self._traced
 
     def _first(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         import torch
@@ -164,6 +205,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, block_mask: Any) -> Tenso
     return out
 
 
+def _attend_key(query: Any, key: Any, value: Any, block_mask: Any) -> Any:
+    """Return what ``_attend`` depends on; value is as key is."""
+    needs = query.requires_grad, key.requires_grad
+    return (query.shape, key.shape, query.dtype, query.get_device(), needs, signature(block_mask))
+
+
 def compiled_flex_attention() -> FirstCallAlone:
     """Return ``attend(query, key, value, block_mask) -> Tensor``, one object for the process. Thread-safe.
 
@@ -172,5 +219,5 @@ def compiled_flex_attention() -> FirstCallAlone:
     """
     with _lock:
         if not _flex:
-            _flex.append(FirstCallAlone(_attend))
+            _flex.append(FirstCallAlone(_attend, key=_attend_key))
         return _flex[0]
