@@ -183,3 +183,72 @@ def test_settings_that_were_assigned_hold_in_threads_and_a_later_one_is_told(fre
             verify()
     """)
     assert "settings are the process's" in text or "recompile_limit is 77 in this thread" in text
+
+
+def test_nested_compilation_in_one_thread_is_reported_as_ever(fresh):
+    text = fresh("""
+        import torch
+        from slipstream.compilation import install
+        install()
+        compiled = torch.compile(lambda x: x + 1, backend="eager")
+        compiled(torch.ones(2))
+        try:
+            torch.fx.symbolic_trace(lambda x: compiled(x))
+        except RuntimeError as error:
+            print(error)
+        assert not torch.fx._symbolic_trace.is_fx_symbolic_tracing()
+    """)
+    assert "using FX to symbolically trace a dynamo-optimized function" in text
+
+
+def test_two_traces_at_once_leave_module_as_it_was(fresh):
+    assert (
+        fresh("""
+        import threading, torch
+        from slipstream.compilation import install
+        install()
+        before = torch.nn.Module.__call__, torch.nn.Module.__getattr__
+        failures = []
+        def work(i):
+            try:
+                model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+                for _ in range(30):
+                    if i % 2:
+                        assert len(torch.fx.symbolic_trace(model).graph.nodes) == 4
+                    else:
+                        assert isinstance(model(torch.ones(2, 4)), torch.Tensor)
+            except Exception as error:
+                failures.append(f"{type(error).__name__}: {error}")
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+        [t.start() for t in threads], [t.join() for t in threads]
+        print(failures, before == (torch.nn.Module.__call__, torch.nn.Module.__getattr__))
+    """)
+        == "[] True"
+    )
+
+
+def test_dense_flex_is_allowed_where_it_is_asked_for_by_name(fresh):
+    assert (
+        fresh("""
+        import threading, torch
+        from torch.nn.attention.flex_attention import flex_attention
+        from slipstream.compilation import dense_flex_allowed, install
+        from slipstream.errors import CompilationError
+        install()
+        x = torch.randn(1, 2, 16, 16)
+        told = []
+        def elsewhere():
+            try:
+                flex_attention(x, x, x)
+            except CompilationError as error:
+                told.append(str(error))
+        with dense_flex_allowed():
+            out = flex_attention(x, x, x)
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+        elsewhere()
+        print(tuple(out.shape), len(told), "(1, 2, 16, 16)" in told[0])
+    """)
+        == "(1, 2, 16, 16) 2 True"
+    )

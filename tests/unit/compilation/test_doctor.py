@@ -1,0 +1,69 @@
+"""``slipstream doctor`` from end to end: a table for people, one object for machines, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[3] / "src"
+KEYS = (
+    "schema", "slipstream", "ok", "problems", "notes", "python", "packages", "driver", "gpus", "peers", "no_gpu",
+    "compile", "hazards", "verify", "environment", "compiler", "caches", "working_directory", "shared_memory",
+)  # fmt: skip
+
+
+def doctor(directory: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    quiet = {k: v for k, v in os.environ.items() if not k.startswith(("TORCH", "TRITON", "FLA"))}
+    return subprocess.run(
+        [sys.executable, "-m", "slipstream", "doctor", *arguments],
+        env={**quiet, "PYTHONPATH": f"{directory}:{SOURCE}", "COLUMNS": "160", **environment},
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def fake(directory: Path, package: str, code: str) -> None:
+    (directory / package).mkdir()
+    (directory / package / "__init__.py").write_text(code, encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_one_object_with_stable_keys(tmp_path: Path) -> None:
+    done = doctor(tmp_path, "--json", SLIPSTREAM_CACHE=str(tmp_path / "cache"))
+    found = json.loads(done.stdout)
+    assert done.stderr == ""
+    assert tuple(found) == KEYS
+    assert found["ok"] is (not found["problems"]) is (done.returncode == 0)
+    assert all(hazard["held"] for hazard in found["hazards"])
+    assert found["verify"] == {"held": True, "detail": ""}
+    assert {c["name"]: c["path"] for c in found["caches"]}["Slipstream"] == str(tmp_path / "cache")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_compilation_switched_off_bites(tmp_path: Path) -> None:
+    done = doctor(tmp_path, TORCH_COMPILE_DISABLE="1")
+    assert done.returncode == 1
+    assert "TORCH_COMPILE_DISABLE=1: compilation is switched off" in done.stdout
+    assert "unset TORCH_COMPILE_DISABLE" in done.stdout
+    assert "fx-modules" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_broken_torch_is_reported_without_a_traceback(tmp_path: Path) -> None:
+    fake(tmp_path, "torch", "raise ImportError('libtorch [bold] is not there')")
+    done = doctor(tmp_path)
+    assert done.returncode == 1
+    assert "torch cannot be imported: ImportError: libtorch [bold] is not there" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    found = json.loads(doctor(tmp_path, "--json").stdout)
+    assert tuple(found) == KEYS
+    assert found["ok"] is False

@@ -1,0 +1,93 @@
+"""What a fresh process finds here, and that no import, crash or hang of it is the end of the doctor."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.compilation.doctor_probe import HAZARD_NAMES, Interview
+
+
+def fake(directory: Path, package: str, code: str) -> None:
+    (directory / package).mkdir()
+    (directory / package / "__init__.py").write_text(code, encoding="utf-8")
+
+
+def ask(mode: str, names: tuple[str, ...], seconds: float = 120):
+    with Interview(mode, names, seconds=seconds) as interview:
+        return interview.answers()
+
+
+def test_a_broken_import_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(tmp_path, "torch", "raise ImportError('libcudart.so.13: cannot open\\nshared object file')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (answer,) = ask("packages", ("torch",)).values()
+    assert answer == {"failed": "ImportError: libcudart.so.13: cannot open shared object file"}
+
+
+def test_a_process_that_dies_costs_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(tmp_path, "triton", "import os, sys; print('about to die', file=sys.stderr, flush=True); os.abort()")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    answers = ask("packages", ("triton", "transformers"))
+    assert answers["triton"] == {"failed": "the process died (SIGABRT): about to die"}
+    assert answers["transformers"]["version"]
+
+
+def test_a_process_that_hangs_costs_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(tmp_path, "triton", "import time; time.sleep(600)")
+    fake(tmp_path, "fla", "__version__ = '9'")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    answers = ask("packages", ("triton", "fla"), seconds=3)
+    assert answers["triton"] == {"failed": "no answer within 3 s"}
+    assert answers["fla"] == {"version": "9", "failed": ""}
+
+
+def test_what_an_import_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(tmp_path, "fla", 'print(\'{"name": "fla"}\'); import sys; sys.exit(3)')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert ask("packages", ("fla",)) == {"fla": {"failed": "SystemExit: 3"}}
+
+
+def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if "site-packages" not in p])
+    assert ask("packages", ("triton",)) == {"triton": {"version": None, "failed": ""}}
+
+
+def test_nothing_compiled_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    assert ask("packages", ("compile",)) == {"compile": {"compiled": False}}
+
+
+def test_torch_tells_its_build_and_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.delenv("TORCH_COMPILE_DISABLE", raising=False)
+    answers = ask("packages", ("torch", "compile", "gpus"))
+    assert answers["torch"]["version"] == torch.__version__
+    assert answers["torch"]["git_commit"] == torch.version.git_version
+    assert answers["torch"]["cuda"] == torch.version.cuda
+    assert answers["compile"] == {"compiled": True}
+    assert len(answers["gpus"]["gpus"]) == torch.cuda.device_count()
+
+
+@pytest.mark.slow
+def test_stock_hazards_are_provoked_and_after_install_none_is_seen() -> None:
+    with Interview("stock", HAZARD_NAMES) as stock, Interview("installed", (*HAZARD_NAMES, "verify")) as installed:
+        before, after = stock.answers(), installed.answers()
+    assert tuple(before) == HAZARD_NAMES
+    assert {a["status"] for a in before.values()} <= {"present", "safe upstream", "not installed"}
+    for name in ("fx-modules", "lazy-backward", "inductor-autotuner", "dense-flex"):
+        if before[name]["status"] != "not installed":
+            assert before[name]["status"] == "present", before[name]
+            assert before[name]["detail"]
+    assert after["verify"] == {"seen": ""}
+    for name in HAZARD_NAMES:
+        assert after[name]["seen"] == ""
+        assert (before[name]["status"], after[name]["status"]) in {
+            ("present", "handled"),
+            ("safe upstream", "safe upstream"),
+            ("not installed", "not installed"),
+        }
