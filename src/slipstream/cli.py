@@ -1,7 +1,7 @@
 """The ``slipstream`` command. Each subcommand takes a recipe and ``--section.key value`` overrides.
 
 Exit codes: 0 done; 2 a mistake that the user can mend (one line on stderr); 130 interrupted; 1 with a
-traceback: a fault of ours.
+traceback: a fault of ours; 1 without one: a tool (``cli_tools``) found what it looks for.
 """
 
 from __future__ import annotations
@@ -9,34 +9,18 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-import textwrap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream import __version__
+from slipstream.cli_parts import Parser, add_command, console
+from slipstream.cli_tools import TOOLS, add_tools
 from slipstream.errors import ConfigError, SlipstreamError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from slipstream.config import Recipe
-
-Handler = Callable[[argparse.Namespace, list[str]], int]
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse with one-line errors."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise ConfigError(f"{message}; see `{self.prog} --help`")
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False)
 
 
 def _recipe(args: argparse.Namespace, overrides: list[str]) -> Recipe:
@@ -59,7 +43,7 @@ def _prepare(args: argparse.Namespace, overrides: list[str]) -> int:
         regenerate_to=Path(args.output) if args.regenerate else None,
         sources="heldout" if args.heldout else "train",
         dry_run=args.dry_run,
-        console=_console(),
+        console=console(),
     )
     return 0
 
@@ -70,16 +54,16 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     from slipstream.training.plan import plan
     from slipstream.training.trainer import train
 
-    recipe, console = _recipe(args, overrides), _console()
+    recipe, out = _recipe(args, overrides), console()
     require_warm_start(recipe)
     if args.dry_run:
         from slipstream.recipe import recipe_as_toml
 
-        console.print(recipe_as_toml(recipe), markup=False)
+        out.print(recipe_as_toml(recipe), markup=False)
         for name, value in plan(recipe).items():
-            console.print(f"{name:24s} {value}", markup=False, soft_wrap=True)
+            out.print(f"{name:24s} {value}", markup=False, soft_wrap=True)
         return 0
-    train(recipe, argv=sys.argv, resume=args.resume, console=console, preflight=cheap_checks(console))
+    train(recipe, argv=sys.argv, resume=args.resume, console=out, preflight=cheap_checks(out))
     return 0
 
 
@@ -94,7 +78,7 @@ def _evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
         drafter=Path(args.drafter) if args.drafter else None,
         output=Path(args.output) if args.output else None,
         dry_run=args.dry_run,
-        console=_console(),
+        console=console(),
     )
     return 0
 
@@ -104,7 +88,7 @@ def _export(args: argparse.Namespace, overrides: list[str]) -> int:
     from slipstream.usage import refuse_idle_settings
 
     refuse_idle_settings(overrides, "export")
-    export_run(Path(args.path), Path(args.to), overrides, dry_run=args.dry_run, console=_console())
+    export_run(Path(args.path), Path(args.to), overrides, dry_run=args.dry_run, console=console())
     return 0
 
 
@@ -115,9 +99,9 @@ def _preflight(args: argparse.Namespace, overrides: list[str]) -> int:
     recipe = _recipe(args, overrides)
     require_warm_start(recipe)
     if args.dry_run:
-        _console().print(f"would check {', '.join(CHECKS)} with {recipe.target.path or 'no target'}", markup=False)
+        console().print(f"would check {', '.join(CHECKS)} with {recipe.target.path or 'no target'}", markup=False)
         return 0
-    report = run_preflight(recipe, output=Path(args.output) if args.output else None, console=_console())
+    report = run_preflight(recipe, output=Path(args.output) if args.output else None, console=console())
     return 0 if report.passed else 2
 
 
@@ -127,23 +111,8 @@ def _quickstart(args: argparse.Namespace, overrides: list[str]) -> int:
 
     if args.resume:
         refuse_idle_settings(overrides, "quickstart --resume")
-    quickstart(overrides, resume=args.resume, dry_run=args.dry_run, console=_console())
+    quickstart(overrides, resume=args.resume, dry_run=args.dry_run, console=console())
     return 0
-
-
-def _add(
-    commands: argparse._SubParsersAction[_Parser], name: str, handler: Handler, summary: str, text: str
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        name,
-        help=summary,
-        description=textwrap.dedent(text).strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and stop")
-    parser.set_defaults(handler=handler)
-    return parser
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -152,18 +121,19 @@ def _interrupt(number: int, frame: object) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. Unknown ``--section.key value`` arguments are left for the recipe."""
-    parser = _Parser(
+    parser = Parser(
         prog="slipstream",
         description="Train a DFlash drafter for your model, and prove what a server will get from it.",
         epilog="First time? `slipstream quickstart` runs the whole line on a small real model, without a GPU. "
-        "`slipstream COMMAND --help` lists a command's options and settings.",
+        "`slipstream COMMAND --help` lists a command's options and settings. "
+        "Something odd? `slipstream doctor` says what here will bite.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"slipstream {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     recipe_help = "recipe file (.toml); settings behind it, as --section.key value, win over the file"
 
-    sub = _add(
+    sub = add_command(
         commands,
         "prepare",
         _prepare,
@@ -182,7 +152,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--output", metavar="FILE", default=None, help="file for regenerated conversations (.jsonl)")
     sub.add_argument("--heldout", action="store_true", help="work on data.heldout instead of data.train")
 
-    sub = _add(
+    sub = add_command(
         commands,
         "train",
         _train,
@@ -197,7 +167,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("recipe", help=recipe_help)
     sub.add_argument("--resume", action="store_true", help="continue the run in run.directory exactly")
 
-    sub = _add(
+    sub = add_command(
         commands,
         "evaluate",
         _evaluate,
@@ -213,7 +183,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--drafter", metavar="DIR", help="drafter directory (config.json and model.safetensors)")
     sub.add_argument("--output", metavar="FILE", help="where the JSON goes (a run: its evaluation.json)")
 
-    sub = _add(
+    sub = add_command(
         commands,
         "export",
         _export,
@@ -227,7 +197,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("path", help="run directory")
     sub.add_argument("--to", required=True, metavar="DIR", help="new directory for the drafter")
 
-    sub = _add(
+    sub = add_command(
         commands,
         "preflight",
         _preflight,
@@ -240,7 +210,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("recipe", help=recipe_help)
     sub.add_argument("--output", metavar="FILE", help="file for the report as JSON; without it none is written")
 
-    sub = _add(
+    sub = add_command(
         commands,
         "quickstart",
         _quickstart,
@@ -254,6 +224,7 @@ def build_parser() -> argparse.ArgumentParser:
         """,
     )
     sub.add_argument("--resume", action="store_true", help="continue the quickstart in run.directory")
+    add_tools(commands)
     return parser
 
 
@@ -272,7 +243,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     words = [a for a in arguments if not a.startswith("-")]
     if words and words[0] not in commands:
         raise ConfigError(unknown_command(words[0], list(commands)))
-    if words and ("--help" in arguments or "-h" in arguments):
+    if words and words[0] not in TOOLS and ("--help" in arguments or "-h" in arguments):
         commands[words[0]].epilog = command_settings(words[0])
     args, rest = parser.parse_known_args(arguments)
     options = [o for p in (parser, *(commands[w] for w in words[:1])) for o in p._option_string_actions]

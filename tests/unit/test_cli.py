@@ -14,6 +14,7 @@ from slipstream.recipe import known_keys
 from slipstream.usage import has_effect
 
 COMMANDS = ("prepare", "train", "evaluate", "export", "preflight", "quickstart")
+TOOLS = ("doctor",)
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -29,6 +30,41 @@ def test_help_names_every_setting_that_has_an_effect(command: str, capsys: pytes
     assert f"slipstream {command}" in text
     for key in known_keys():
         assert (f"    --{key} " in text or f"    --{key}.NAME" in text) == has_effect(key, command), key
+
+
+@pytest.mark.parametrize("command", TOOLS)
+def test_help_of_a_tool_lists_no_settings(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(command, capsys)
+    assert f"slipstream {command}" in text
+    assert "settings" not in text
+    assert not any(f"--{key} " in text for key in known_keys())
+
+
+def test_every_command_is_in_the_help_of_the_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    for command in (*COMMANDS, *TOOLS):
+        assert f"\n    {command}" in text
+
+
+def test_help_of_doctor_tells_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of("doctor", capsys)
+    assert "--json" in text
+    assert "Exit code 1" in text
+
+
+def test_doctor_is_given_where_slipstream_keeps_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import slipstream.compilation.doctor as module
+
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr(module, "doctor", lambda **given: asked.append(given) or 1)
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
+    assert main(["doctor", "--json"]) == 1
+    assert asked[0]["as_json"] is True
+    assert asked[0]["slipstream_cache"] == tmp_path
 
 
 def test_help_of_train_shows_allowed_words_and_kinds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,6 +161,10 @@ def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["export", "."], "--to"),
         (["prepare", "r.toml", "--show", "many"], "--show"),
         (["quickstart", "--training.foo", "1"], "training.foo"),
+        (["doctor", "--jsno"], "unknown option --jsno. Did you mean --json?"),
+        (["doctor", "r.toml"], "doctor takes no r.toml; see `slipstream doctor --help`"),
+        (["doctor", "--run.device", "cpu"], "doctor takes no --run.device"),
+        (["docter"], "Did you mean doctor?"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

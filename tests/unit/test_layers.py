@@ -22,6 +22,8 @@ LAYERS = (
     ("export",),
     ("quickstart",),
     ("usage",),
+    ("cli_parts",),
+    ("cli_tools",),
     ("cli",),
     ("__main__",),
 )

@@ -1,0 +1,53 @@
+"""What the subcommands share: one-line errors, the console, how a subcommand is added."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Handler = Callable[[argparse.Namespace, list[str]], int]
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one-line errors."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        """Raise ConfigError with the message and where help is."""
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
+
+
+Commands = argparse._SubParsersAction
+
+
+def console() -> Console:
+    """Return the console that commands print to."""
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def add_command(
+    commands: Commands[Parser], name: str, handler: Handler, summary: str, text: str, *, dry_run: bool = True
+) -> argparse.ArgumentParser:
+    """Add a subcommand and return its parser; ``handler(arguments, rest)`` returns the exit code.
+
+    ``summary``: its line in the help of the whole; ``text``: its own help. ``dry_run``: whether it takes --dry-run.
+    """
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=textwrap.dedent(text).strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    if dry_run:
+        parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and stop")
+    parser.set_defaults(handler=handler)
+    return parser
