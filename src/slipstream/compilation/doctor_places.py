@@ -205,8 +205,11 @@ def compiler() -> dict[str, Any]:
     return {"command": command, "path": shutil.which(command), "headers": str(headers) if headers.is_file() else None}
 
 
-def driver() -> dict[str, Any] | None:
-    """Return the NVIDIA driver's version and the newest CUDA that it runs (None: not told); None without a driver."""
+def driver(kernel: Path = Path("/proc/driver/nvidia/version")) -> dict[str, Any] | None:
+    """Return the NVIDIA driver's version and the newest CUDA that it runs (None: not told); None without a driver.
+
+    ``kernel``: where the kernel tells the version, for containers that have the driver but not its tool.
+    """
     try:
         said = subprocess.run(
             ["nvidia-smi"], capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL, check=False
@@ -216,7 +219,7 @@ def driver() -> dict[str, Any] | None:
     version, cuda = re.search(r"Driver Version:\s*([\d.]+)", said), re.search(r"CUDA[ \w]* Version:\s*([\d.]+)", said)
     if version is None:
         try:
-            text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+            text = kernel.read_text(encoding="utf-8", errors="replace")
         except OSError:
             return None
         version = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)

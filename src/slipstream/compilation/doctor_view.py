@@ -87,7 +87,9 @@ def _gpus(found: dict[str, Any]) -> Table | None:
 
 
 def _hazards(found: dict[str, Any]) -> Table:
-    table = _table("Hazards of compiling in several threads", "hazard", "as it is", "after install()", "what was seen as it is")
+    table = _table(
+        "Hazards of compiling in several threads", "hazard", "as it is", "after install()", "what was seen as it is"
+    )
     for hazard in found["hazards"]:
         after = hazard["installed"]
         if hazard["held"] and after != "not installed":

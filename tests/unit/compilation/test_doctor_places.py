@@ -106,3 +106,25 @@ def test_shared_memory_where_there_is_none(tmp_path: Path) -> None:
     found = shared_memory(tmp_path)
     assert found is not None
     assert found["total_bytes"] >= found["free_bytes"] > 0
+
+
+def test_the_driver_is_asked_by_its_own_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\necho '| NVIDIA-SMI 580.65.06    Driver Version: 580.65.06    CUDA Version: 13.0     |'\n",
+        encoding="utf-8",
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert doctor_places.driver() == {"version": "580.65.06", "cuda": "13.0"}
+
+
+def test_the_kernel_tells_the_driver_where_the_tool_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    told = tmp_path / "version"
+    told.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (builder)\n",
+        encoding="utf-8",
+    )
+    assert doctor_places.driver(told) == {"version": "580.65.06", "cuda": None}
+    assert doctor_places.driver(tmp_path / "none") is None

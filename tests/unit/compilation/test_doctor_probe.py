@@ -91,3 +91,33 @@ def test_stock_hazards_are_provoked_and_after_install_none_is_seen() -> None:
             ("safe upstream", "safe upstream"),
             ("not installed", "not installed"),
         }
+
+
+def test_gpus_are_named_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from slipstream.compilation import doctor_probe
+
+    def memory(index: int) -> tuple[int, int]:
+        if index:
+            raise RuntimeError("CUDA error: out of memory\nmore of it")
+        return 60, 80
+
+    class Properties:
+        name, major, minor, total_memory = "NVIDIA H200", 9, 0, 80
+
+    ones = torch.ones
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a < b)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    monkeypatch.setattr(torch, "ones", lambda n, device: ones(n))
+    found = doctor_probe._gpus("gpus")
+    assert found["peers"] == [[None, True], [False, None]]
+    good, bad = found["gpus"]
+    assert good == {
+        "index": 0, "name": "NVIDIA H200", "capability": "9.0", "memory_total": 80, "memory_free": 60, "failed": "",
+    }  # fmt: skip
+    assert bad["memory_free"] is None
+    assert bad["failed"] == "RuntimeError: CUDA error: out of memory more of it"
