@@ -62,8 +62,9 @@ def _packages(facts: dict[str, Any]) -> Found:
         yield True, "triton is not installed, and torch is built for CUDA: no kernel can be compiled", right
     elif triton["version"] and wanted and triton["version"].partition("+")[0] != wanted:
         yield False, f"torch asks for triton {wanted}, and {triton['version']} is installed", right
+    without = triton["failed"] or (cuda and triton["version"] is None)  # told above; FLA is built on it
     for name in ("flash-linear-attention", "fla-core"):
-        if packages[name]["failed"]:
+        if packages[name]["failed"] and not without:
             cure = f"reinstall it: pip install -U {name}, or pip uninstall {name}"
             yield cuda, f"{name} cannot be imported: {packages[name]['failed']}", cure
 
@@ -151,7 +152,8 @@ def _places(facts: dict[str, Any]) -> Found:
     for place in places:
         move = f"set {place['variable']} to" if place["variable"] else "cd to"
         if not place["writable"]:
-            yield True, f"{_label(place)} {place['path']}: {place['why_not']}", f"{move} one that can be written"
+            cure = f"{move} a directory that can be written"
+            yield True, f"{_label(place)} {place['path']}: {place['why_not']}", cure
         if not place["executable"] and place["name"] in ("inductor", "Triton"):
             what = f"{_label(place)} {place['path']} is mounted noexec: what is compiled there cannot be loaded"
             yield _cuda(facts) is not None, what, f"{move} a directory on another disk"

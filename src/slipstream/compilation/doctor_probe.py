@@ -156,6 +156,8 @@ def _package(name: str) -> Answer:
     if not installed(name):
         return {"version": None, "failed": ""}
     module = importlib.import_module(name)
+    if name == "fla":  # the package itself is lazy; this is what all of its kernels import
+        importlib.import_module("fla.utils")
     return {"version": getattr(module, "__version__", None), "failed": ""}
 
 

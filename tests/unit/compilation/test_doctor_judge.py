@@ -169,6 +169,15 @@ def test_one_cause_is_told_once() -> None:
     assert [p["what"] for p in judge(broken)[0]] == ["torch cannot be imported: no"]
 
 
+def test_fla_that_fails_for_want_of_triton_is_not_told_again() -> None:
+    found = changed({"packages/triton/failed": "no", "packages/fla-core/failed": "no"})
+    found["hazards"] += [
+        {**found["hazards"][0], "package": "fla", "installed": "not imported yet", "held": False},
+        {**found["hazards"][0], "package": "triton", "installed": "not imported yet", "held": False},
+    ]
+    assert [p["what"] for p in judge(found)[0]] == ["triton cannot be imported: no"]
+
+
 def test_places_on_one_full_disk_are_told_together() -> None:
     found = changed({"caches/0/free_bytes": GIB, "caches/1/free_bytes": GIB, "working_directory/free_bytes": GIB})
     (problem,) = judge(found)[0]

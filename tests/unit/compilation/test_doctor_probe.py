@@ -38,6 +38,7 @@ def test_a_process_that_dies_costs_one_answer(tmp_path: Path, monkeypatch: pytes
 def test_a_process_that_hangs_costs_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake(tmp_path, "triton", "import time; time.sleep(600)")
     fake(tmp_path, "fla", "__version__ = '9'")
+    (tmp_path / "fla" / "utils.py").write_text("", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     answers = ask("packages", ("triton", "fla"), seconds=3)
     assert answers["triton"] == {"failed": "no answer within 3 s"}
@@ -48,6 +49,13 @@ def test_what_an_import_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.
     fake(tmp_path, "fla", 'print(\'{"name": "fla"}\'); import sys; sys.exit(3)')
     monkeypatch.syspath_prepend(str(tmp_path))
     assert ask("packages", ("fla",)) == {"fla": {"failed": "SystemExit: 3"}}
+
+
+def test_fla_is_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(tmp_path, "fla", "")
+    (tmp_path / "fla" / "utils.py").write_text("import no_such_module", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "no_such_module" in ask("packages", ("fla",))["fla"]["failed"]
 
 
 def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
