@@ -37,7 +37,7 @@ def examine(slipstream_cache: Path, *, seconds: float = 180) -> dict[str, Any]:
     """Return what is found here as one JSON object; ``problems`` will bite, ``notes`` will not, ``ok``: no problems.
 
     ``slipstream_cache``: where Slipstream keeps its own. ``seconds``: how long a question may go unanswered. Three
-    fresh processes are asked at once; this one imports no torch. Raises OSError where none can be started.
+    fresh processes are asked at once; this one imports no torch. Raises CompilationError where none can be started.
     """
     with (
         Interview("packages", PACKAGE_QUESTIONS, seconds=seconds) as packages,

@@ -168,7 +168,7 @@ def look_at(name: str, path: Path, variable: str, *, seconds: float = 3, count: 
 
     ``complete`` is False where counting the files took longer than ``seconds``. Sizes are in bytes.
     """
-    there = _nearest(path)
+    there = next(p for p in (_nearest(path), *_nearest(path).parents) if p.exists())  # past a link that leads nowhere
     files, size, complete = _count(path, seconds) if count else (0, 0, True)
     why = _why_unwritable(path)
     usage = shutil.disk_usage(there)
@@ -176,7 +176,7 @@ def look_at(name: str, path: Path, variable: str, *, seconds: float = 3, count: 
         "name": name,
         "path": str(path),
         "variable": variable,
-        "exists": path.is_dir(),
+        "exists": os.path.isdir(path),
         "files": files,
         "bytes": size,
         "complete": complete,

@@ -22,6 +22,7 @@ from typing import Any
 
 from slipstream.compilation.hooks import installed
 from slipstream.compilation.safety import HAZARDS, install, report, verify
+from slipstream.errors import CompilationError
 
 HAZARD_NAMES = tuple(hazard.name for hazard in HAZARDS)
 PACKAGE_QUESTIONS = ("torch", "gpus", "compile", "triton", "fla", "transformers")
@@ -37,16 +38,22 @@ def one_line(error: BaseException) -> str:
 class Interview:
     """Questions of one kind that are put to a fresh process, which starts at once. Use it as a context manager.
 
-    Raises OSError where no process can be started. Not thread-safe; several may be under way at once.
+    Raises CompilationError where no process can be started. Not thread-safe; several may be under way at once.
     """
 
     def __init__(self, mode: str, names: Sequence[str], *, seconds: float = 180) -> None:
         """``seconds``: how long a process may be silent before it is ended, and the question unanswered."""
         self.mode, self.names, self.seconds = mode, tuple(names), seconds
         self._found: dict[str, Answer] = {}
-        self._directory = tempfile.TemporaryDirectory(prefix="slipstream-doctor-")
-        self._out, self._errors = Path(self._directory.name, "answers"), Path(self._directory.name, "errors")
-        self._process = self._start()
+        try:
+            self._directory = tempfile.TemporaryDirectory(prefix="slipstream-doctor-")
+            self._out, self._errors = Path(self._directory.name, "answers"), Path(self._directory.name, "errors")
+            self._process = self._start()
+        except OSError as error:
+            raise CompilationError(
+                f"no process can be started to look at this installation ({error}); free disk and memory, or set "
+                "TMPDIR to a directory that can be written"
+            ) from error
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._out.write_bytes(b"")

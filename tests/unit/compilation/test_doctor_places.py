@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,27 @@ def test_a_cache_that_cannot_be_written_says_why(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(doctor_places.tempfile, "TemporaryFile", full)
     found = look_at("Triton", tmp_path, "TRITON_CACHE_DIR")
     assert (found["writable"], found["why_not"]) == (False, "No space left on device")
+
+
+def test_a_cache_behind_a_link_that_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    found = look_at("Triton", tmp_path / "link", "TRITON_CACHE_DIR")
+    assert (found["exists"], found["writable"]) == (False, False)
+    assert found["why_not"] == f"{tmp_path / 'link'} is not a directory"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_cache_in_another_users_home(fresh) -> None:
+    with tempfile.TemporaryDirectory() as name:  # pytest's own is closed to other users from the top
+        Path(name).chmod(0o755)
+        (Path(name) / "home").mkdir(mode=0o700)
+        assert "home cannot be written" in fresh(f"""
+            import os
+            from pathlib import Path
+            from slipstream.compilation.doctor_places import look_at
+            os.setuid(65534)
+            print(look_at("Triton", Path({name!r}, "home", "x", "y"), "TRITON_CACHE_DIR")["why_not"])
+        """)
 
 
 def test_a_large_cache_is_not_counted_for_ever(tmp_path: Path) -> None:

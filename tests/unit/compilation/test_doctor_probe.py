@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.compilation import doctor_probe
 from slipstream.compilation.doctor_probe import HAZARD_NAMES, Interview
+from slipstream.errors import CompilationError
 
 
 def fake(directory: Path, package: str, code: str) -> None:
@@ -68,6 +70,15 @@ def test_nothing_compiled_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask("packages", ("compile",)) == {"compile": {"compiled": False}}
 
 
+def test_nowhere_to_write_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(doctor_probe.tempfile, "TemporaryDirectory", full)
+    with pytest.raises(CompilationError, match=r"No space left on device.*TMPDIR"):
+        Interview("packages", ("torch",))
+
+
 def test_torch_tells_its_build_and_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -103,8 +114,6 @@ def test_stock_hazards_are_provoked_and_after_install_none_is_seen() -> None:
 
 def test_gpus_are_named_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
-
-    from slipstream.compilation import doctor_probe
 
     def memory(index: int) -> tuple[int, int]:
         if index:
