@@ -36,7 +36,7 @@ def test_an_exception_in_a_thread_is_one_line():
     def fails():
         raise ValueError("bad\nthing 0x7f3412345678 in 'thread 12'")
 
-    found = play(cold([fails, fails], [lambda: [], lambda: []]))
+    found = play(cold([fails, fails], [list, list]))
     assert found.errors == ("ValueError: bad thing 0x... in 'thread 12'",) * 2
 
 
@@ -54,14 +54,14 @@ def test_values_that_are_no_numbers_are_wrong(value):
 
 
 def test_a_missing_result_or_another_shape_is_wrong():
-    assert play(cold([lambda: []], [lambda: [torch.zeros(1)]])).wrong == ("thread 0: 0 results instead of 1",)
+    assert play(cold([list], [lambda: [torch.zeros(1)]])).wrong == ("thread 0: 0 results instead of 1",)
     (line,) = play(cold([lambda: [torch.zeros(2)]], [lambda: [torch.zeros(1)]])).wrong
     assert line == "thread 0: result 0 has shape [2] instead of [1]"
 
 
 def test_every_thread_enters_before_it_works():
     entered = []
-    work = cold([lambda: [], lambda: []])
+    work = cold([list, list])
     sr.play(work, number=0, enter=lambda: entered.append(threading.get_ident()), counts=sr.Counts(), tolerance=0)
     assert len(set(entered)) == 2
 
@@ -70,7 +70,7 @@ def test_a_guard_that_is_not_in_force_is_an_error_of_the_round():
     def enter():
         raise RuntimeError("not held")
 
-    found = sr.play(cold([lambda: []]), number=0, enter=enter, counts=sr.Counts(), tolerance=0)
+    found = sr.play(cold([list]), number=0, enter=enter, counts=sr.Counts(), tolerance=0)
     assert found.errors == ("RuntimeError: not held",)
 
 

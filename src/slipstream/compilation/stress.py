@@ -1,0 +1,146 @@
+"""``slipstream stress``: threads that compile and tune at once, on cold caches, with the guard and without.
+
+Every workload is played in fresh processes. What goes wrong without the guard shows that the workload can fail here;
+what goes wrong with it is a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.compilation import stress_cpu, stress_cuda
+from slipstream.compilation.stress_parent import Batch, play_batch
+from slipstream.compilation.stress_plan import Row
+from slipstream.compilation.stress_rounds import Workload
+from slipstream.compilation.stress_table import Display, explain, table
+from slipstream.errors import CompilationError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["add_arguments", "run"]
+
+WORKLOADS: tuple[type[Workload], ...] = (*stress_cpu.WORKLOADS, *stress_cuda.WORKLOADS)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments. Loads no torch."""
+    names = sorted({work.name for work in WORKLOADS})
+    parser.add_argument(
+        "--workload",
+        action="append",
+        choices=[*names, "all"],
+        help=f"{', '.join(names)}; may be given several times (default: all that this machine can run)",
+    )
+    parser.add_argument("--guard", choices=("on", "off", "both"), default="both", help="default: both")
+    parser.add_argument(
+        "--rounds", type=int, default=20, metavar="N", help="cold rounds of each workload (default: 20)"
+    )
+    parser.add_argument("--threads", type=int, default=4, metavar="N", help="threads of each round (default: 4)")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="time for everything, shared evenly (default: no limit)"
+    )
+    parser.add_argument("--hang", type=float, metavar="S", help="end a round after so long (default: 60, on CUDA 180)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the inputs (default: 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure to FILE as well")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Play what ``args`` ask for and print one table; return 0 if every guarded round was clean, else 1.
+
+    Raises CompilationError for a workload that cannot run here and for numbers that would test nothing. torch is
+    loaded only to look for a GPU, if no device is given: the work is done in child processes.
+    """
+    for name, least in (("rounds", 1), ("threads", 2), ("seconds", 1), ("hang", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise CompilationError(f"--{name} {value:g} tests nothing; give at least {least}")
+    device = args.device or _device()
+    works = _chosen(args.workload, device, console)
+    guards = {"on": (True,), "off": (False,), "both": (True, False)}[args.guard]
+    hang = args.hang or (60.0 if device == "cpu" else 180.0)
+    keep = Path(tempfile.mkdtemp(prefix="slipstream-stress-stacks-"))
+    ends = time.monotonic() + args.seconds if args.seconds else float("inf")
+    wanted = [(work, guard) for work in works for guard in guards]
+    rows: list[Row] = []
+    with Display(console, total=len(wanted) * args.rounds) as display:
+        for place, (work, guard) in enumerate(wanted):
+            display.begin(work.name, guard)
+            batch = Batch(
+                name=work.name,
+                reference=f"{type(work).__module__}:{type(work).__qualname__}",
+                guard=guard,
+                rounds=args.rounds,
+                rounds_per_process=work.rounds_per_process,
+                threads=args.threads,
+                seed=args.seed,
+                seconds=(ends - time.monotonic()) / (len(wanted) - place),
+                hang=hang,
+                keep=keep,
+            )
+            row = play_batch(batch, display.seen)
+            display.end(args.rounds, len(row.rounds))
+            rows.append(row)
+    if not any(row.stacks for row in rows):
+        keep.rmdir()
+    guarded = [row for row in rows if row.guard]
+    clean = all(row.clean for row in guarded)
+    console.print(table(rows, device=device, threads=args.threads, seed=args.seed))
+    for line in explain(rows):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if guarded:
+        bad = [row.workload for row in guarded if not row.clean]
+        told = f"not clean with the guard: {', '.join(bad)}" if bad else "every guarded round was clean"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
+    if args.json:
+        _write(args, device, rows, clean)
+    return 0 if clean else 1
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _chosen(names: list[str] | None, device: str, console: Console) -> list[Workload]:
+    """Return the workloads that were asked for, or all that can run; what is left out is told."""
+    here = [kind() for kind in WORKLOADS if kind.device == device]
+    if not names or "all" in names:
+        able = []
+        for work in here:
+            if why := work.lacking():
+                console.print(f"{work.name} is left out: {why}", markup=False, highlight=False, soft_wrap=True)
+            else:
+                able.append(work)
+        return able
+    chosen = []
+    for name in dict.fromkeys(names):
+        found = next((w for w in here if w.name == name), None)
+        if found is None:
+            raise CompilationError(
+                f"there is no workload {name} for {device}; choose from {', '.join(sorted(w.name for w in here))}"
+            )
+        if why := found.lacking():
+            raise CompilationError(f"workload {name} cannot run here: {why}; leave --workload out to run what can")
+        chosen.append(found)
+    return chosen
+
+
+def _write(args: argparse.Namespace, device: str, rows: list[Row], clean: bool) -> None:
+    found = {
+        "clean": clean,
+        "versions": next((row.versions for row in rows if row.versions), {}),
+        "device": device,
+        "threads": args.threads,
+        "seed": args.seed,
+        "rows": [row.figures() for row in rows],
+    }
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from slipstream.compilation import stress, stress_cpu
+from slipstream.compilation.stress_plan import Round, Row
+from slipstream.errors import CompilationError
+
+VERSIONS = {"torch": "2.x", "triton": "3.x"}
+
+
+def arguments(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    stress.add_arguments(parser)
+    return parser.parse_args(list(given))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, rounds, *given: str, note: str = "") -> tuple[int, str, list]:
+    batches = []
+
+    def play(batch, on_round):
+        batches.append(batch)
+        played = rounds(batch)
+        for found in played:
+            on_round(found)
+        return Row(batch.name, batch.guard, 1, tuple(played), (), note, VERSIONS)
+
+    monkeypatch.setattr(stress, "play_batch", play)
+    console = Console(file=io.StringIO(), width=150)
+    code = stress.run(arguments(*given), console)
+    return code, console.file.getvalue(), batches
+
+
+def clean(batch):
+    return [Round(i, 0.5, benches=4, tuned=4) for i in range(batch.rounds)]
+
+
+def bad_without_guard(batch):
+    return clean(batch) if batch.guard else [Round(0, 0.5, errors=("RuntimeError: FX", "ValueError: other"))]
+
+
+def test_failures_without_the_guard_do_not_count(monkeypatch):
+    code, text, batches = run(monkeypatch, bad_without_guard, "--device", "cpu", "--rounds", "3", "--workload", "mixed")
+    assert code == 0
+    assert [(b.name, b.guard, b.rounds) for b in batches] == [("mixed", True, 3), ("mixed", False, 3)]
+    assert "RuntimeError: FX" in text
+    assert "torch 2.x" in text
+
+
+def test_a_guarded_round_that_is_not_clean_is_the_exit_code(monkeypatch):
+    for found in (
+        Round(0, 1.0, errors=("E: e",)),
+        Round(0, 1.0, dense=1),
+        Round(0, 1.0, wrong=("w",)),
+        Round(0, 1.0, hang=True),
+    ):
+        code, text, _ = run(monkeypatch, lambda _, found=found: [found], "--device", "cpu", "--guard", "on")
+        assert code == 1
+        assert "not clean" in text
+
+
+def test_no_guarded_round_is_not_clean_either(monkeypatch):
+    assert run(monkeypatch, lambda _: [], "--device", "cpu", "--workload", "mixed", "--guard", "on")[0] == 1
+
+
+def test_without_the_guard_only_nothing_can_be_bad(monkeypatch):
+    code, _, batches = run(monkeypatch, bad_without_guard, "--device", "cpu", "--guard", "off")
+    assert code == 0
+    assert not any(b.guard for b in batches)
+
+
+def test_one_table_with_every_figure(monkeypatch):
+    rounds = [
+        Round(
+            0, 1.0, errors=("E: one", "E: one"), dense=3, wrong=("thread 0: result 1 is off by 2",), benches=8, tuned=4
+        ),
+        Round(1, 1.0, hang=True),
+    ]
+    _, text, _ = run(monkeypatch, lambda _: rounds, "--device", "cpu", "--workload", "flex", "--guard", "on")
+    for heading in (
+        "workload",
+        "guard",
+        "rounds",
+        "failures",
+        "dense calls",
+        "hangs",
+        "wrong values",
+        "tunings per key",
+    ):
+        assert heading in text
+    row = next(line for line in text.splitlines() if " flex " in line and " on " in line)
+    assert row.replace("│", " ").replace("|", " ").split() == ["flex", "on", "2", "1", "1", "3", "1", "1", "2.00"]
+    assert "E: one (2 threads" in text
+    assert "thread 0: result 1 is off by 2" in text
+
+
+def test_a_workload_that_never_fails_without_the_guard_is_said_to_prove_nothing(monkeypatch):
+    _, text, _ = run(monkeypatch, clean, "--device", "cpu", "--workload", "flex")
+    assert "flex: nothing went wrong without the guard either" in text
+
+
+def test_the_file_has_all_rows(monkeypatch, tmp_path):
+    run(monkeypatch, bad_without_guard, "--device", "cpu", "--workload", "mixed", "--json", "out/stress.json")
+    found = json.loads((tmp_path / "out" / "stress.json").read_text(encoding="utf-8"))
+    assert found["clean"] is True
+    assert found["versions"] == VERSIONS
+    on, off = found["rows"]
+    assert (on["guard"], on["rounds"], on["failures"], on["tunings_per_key"]) == (True, 20, 0, 1.0)
+    assert off["messages"] == {"RuntimeError: FX": 1, "ValueError: other": 1}
+
+
+def test_all_that_the_machine_can_run_is_the_default(monkeypatch):
+    _, _, batches = run(monkeypatch, clean, "--device", "cpu", "--guard", "on")
+    assert {"compile", "mixed", "flex", "selection"} <= {b.name for b in batches}
+    monkeypatch.setattr(stress_cpu.Tuner, "lacking", lambda self: "Triton is not installed")
+    _, text, batches = run(monkeypatch, clean, "--device", "cpu", "--guard", "on")
+    assert "triton" not in {b.name for b in batches}
+    assert "triton is left out: Triton is not installed" in text
+
+
+def test_asking_for_what_cannot_run_is_an_error_of_one_line(monkeypatch):
+    monkeypatch.setattr(stress_cpu.Tuner, "lacking", lambda self: "Triton is not installed")
+    with pytest.raises(CompilationError, match="workload triton cannot run here: Triton is not installed") as caught:
+        run(monkeypatch, clean, "--device", "cpu", "--workload", "triton")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(CompilationError, match="fla") as caught:
+        run(monkeypatch, clean, "--device", "cpu", "--workload", "fla")
+    assert "compile, flex" in str(caught.value)
+
+
+@pytest.mark.parametrize("given", [["--rounds", "0"], ["--threads", "1"], ["--seconds", "-1"], ["--hang", "0"]])
+def test_numbers_that_test_nothing_are_refused(monkeypatch, given):
+    with pytest.raises(CompilationError, match=given[0]):
+        run(monkeypatch, clean, "--device", "cpu", *given)
+
+
+def test_time_is_shared_between_what_is_left(monkeypatch):
+    _, _, batches = run(
+        monkeypatch, clean, "--device", "cpu", "--workload", "mixed", "--workload", "flex", "--seconds", "100"
+    )
+    assert [round(b.seconds) for b in batches] == [25, 33, 50, 100]
+
+
+def test_the_module_and_its_arguments_load_no_torch():
+    code = (
+        "import sys, argparse; from slipstream.compilation import stress; "
+        "stress.add_arguments(argparse.ArgumentParser()); sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_some_real_rounds_of_the_tuner(tmp_path):
+    pytest.importorskip("triton")
+    given = arguments(
+        *("--device", "cpu", "--workload", "triton-restore", "--rounds", "3", "--threads", "3", "--json", "found.json")
+    )
+    assert stress.run(given, Console(file=io.StringIO(), width=150)) == 0
+    on, off = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["rows"]
+    assert (on["rounds"], on["bad"], on["tunings_per_key"]) == (3, 0, 1.0)
+    assert off["bad"] == 3  # the test can fail
