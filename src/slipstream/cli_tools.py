@@ -7,7 +7,7 @@ import argparse
 from slipstream.cli_parts import Commands, Parser, add_command, console
 from slipstream.errors import ConfigError
 
-TOOLS = ("doctor",)
+TOOLS = ("doctor", "stress")
 
 
 def refuse_rest(rest: list[str], command: str) -> None:
@@ -24,8 +24,20 @@ def _doctor(args: argparse.Namespace, rest: list[str]) -> int:
     return doctor.doctor(console=console(), as_json=args.json, slipstream_cache=cache_directory())
 
 
+def _stress(args: argparse.Namespace, rest: list[str]) -> int:
+    from slipstream.compilation import stress
+
+    refuse_rest(rest, "stress")
+    return stress.run(args, console())
+
+
 def add_tools(commands: Commands[Parser]) -> None:
     """Add every tool to the command line. Loads no torch."""
+    _add_doctor(commands)
+    _add_stress(commands)
+
+
+def _add_doctor(commands: Commands[Parser]) -> None:
     sub = add_command(
         commands,
         "doctor",
@@ -43,3 +55,25 @@ def add_tools(commands: Commands[Parser]) -> None:
         dry_run=False,
     )
     sub.add_argument("--json", action="store_true", help="print one JSON object with stable keys instead of tables")
+
+
+def _add_stress(commands: Commands[Parser]) -> None:
+    from slipstream.compilation import stress
+
+    sub = add_command(
+        commands,
+        "stress",
+        _stress,
+        "compile and tune in many threads at once, and see that nothing goes wrong",
+        """
+        Plays workloads of compiling and tuning in several threads at once, on cold caches, each in fresh processes:
+        with Slipstream's guard and without it. What fails without it shows that this machine can fail; what fails with
+        it is a fault. `slipstream doctor` is quicker and looks at each hazard alone; this one lets them meet.
+          slipstream stress                              every workload that this machine can run, guarded and not
+          slipstream stress --guard on --seconds 300     five minutes, with the guard only
+          slipstream stress --threads 8 --json out.json  more threads; every figure into a file as well
+        Exit code 1 where a guarded round was not clean. Otherwise 0, whatever happened without the guard.
+        """,
+        dry_run=False,
+    )
+    stress.add_arguments(sub)

@@ -14,7 +14,7 @@ from slipstream.recipe import known_keys
 from slipstream.usage import has_effect
 
 COMMANDS = ("prepare", "train", "evaluate", "export", "preflight", "quickstart")
-TOOLS = ("doctor",)
+TOOLS = ("doctor", "stress")
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -65,6 +65,15 @@ def test_doctor_is_given_where_slipstream_keeps_its_own(
     assert main(["doctor", "--json"]) == 1
     assert asked[0]["as_json"] is True
     assert asked[0]["slipstream_cache"] == tmp_path
+
+
+def test_stress_is_handed_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.compilation import stress
+
+    asked: list[object] = []
+    monkeypatch.setattr(stress, "run", lambda args, console: asked.append((args.threads, args.guard)) or 1)
+    assert main(["stress", "--threads", "3", "--guard", "on"]) == 1
+    assert asked == [(3, "on")]
 
 
 def test_help_of_train_shows_allowed_words_and_kinds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,6 +173,9 @@ def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["doctor", "--jsno"], "unknown option --jsno. Did you mean --json?"),
         (["doctor", "r.toml"], "doctor takes no r.toml; see `slipstream doctor --help`"),
         (["doctor", "--run.device", "cpu"], "doctor takes no --run.device"),
+        (["stress", "--thread", "4"], "unknown option --thread. Did you mean --threads?"),
+        (["stress", "--guard", "maybe"], "see `slipstream stress --help`"),
+        (["stress", "r.toml"], "stress takes no r.toml"),
         (["docter"], "Did you mean doctor?"),
     ],
 )
