@@ -1,0 +1,239 @@
+"""Bundles and the running process: what was compiled and tuned here goes into one, what one holds is used here.
+
+Loading is help, never a condition: whatever is wrong with a bundle or a cache directory is said in one line, and the
+run goes on and compiles for itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.compilation import tuning_results
+from slipstream.compilation.bundle import (
+    SUFFIX,
+    Bundle,
+    DamagedBundle,
+    directory,
+    file_name,
+    read_bundle,
+    read_header,
+    set_aside,
+    write_bundle,
+)
+from slipstream.compilation.doctor_places import cache_places, look_at
+from slipstream.compilation.fingerprint import Fields, differences, digest, environment
+
+Say = Callable[[str], None]
+
+TORCH, TUNING = "torch", "tuning"
+_LEAST_ROOM = 64 << 20  # bytes that compiling may need; a disk with less counts as full
+
+_lock = threading.Lock()
+_loaded: list[_Loaded] = []
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A bundle that was loaded and not yet reported on. ``before``: torch's counters at that time."""
+
+    name: str
+    results: int
+    before: tuple[int, int]
+
+
+# -- out of this process ----------------------------------------------------------------------------------------------
+
+
+def save(work: Fields, device: Any, about: Fields | None = None) -> tuple[Path, Bundle] | None:
+    """Write what this process has compiled and tuned so far as the bundle of ``work`` on ``device``.
+
+    Returns its path and the bundle; None, and writes nothing, where nothing was compiled or tuned. Raises
+    CompilationError where it cannot be written. No other thread may compile meanwhile.
+    """
+    import torch
+
+    saved = torch.compiler.save_cache_artifacts()
+    results = tuning_results.collect()
+    if saved is None and not results:
+        return None
+    graphs = 0 if saved is None else len(saved[1].inductor_artifacts)
+    bundle = Bundle(
+        environment=environment(device),
+        work=work,
+        about={**(about or {}), "graphs": graphs, "tuning results": len(results)},
+        sections={TORCH: b"" if saved is None else saved[0], TUNING: tuning_results.encode(results)},
+    )
+    return write_bundle(directory(), bundle), bundle
+
+
+# -- into this process ------------------------------------------------------------------------------------------------
+
+
+def load_for_run(work: Fields, device: Any, *, say: Say) -> bool:
+    """Load the bundle of a run, if there is one; say in one line each what was loaded, refused or is damaged.
+
+    To be called before anything is compiled or tuned. Does nothing on a CPU, where nothing is. Never raises for a
+    bundle or a directory that is of no use. Returns whether a bundle was loaded.
+    """
+    if device.type != "cuda":
+        return False
+    settle_caches(say)
+    return load(work, device, say=say)
+
+
+def load(work: Fields, device: Any, *, say: Say) -> bool:
+    """Load the bundle of ``work`` on ``device``; see ``load_for_run``. A missing one is not spoken of.
+
+    A bundle that holds the same work, but was made elsewhere, is refused with the fields that differ.
+    """
+    here = environment(device)
+    path = directory() / file_name(here, work)
+    try:
+        bundle = read_bundle(path)
+    except FileNotFoundError:
+        _refuse_made_elsewhere(here, work, say)
+        return False
+    except DamagedBundle as damage:
+        aside = set_aside(path)
+        kept = f"set aside as {aside.name}" if aside is not None else "it could not be set aside"
+        say(f"warning: the compile bundle {path} is damaged: {damage}; {kept}; kernels are compiled anew")
+        return False
+    except OSError as error:
+        say(f"warning: the compile bundle {path} cannot be read ({error.strerror or error}); kernels are compiled anew")
+        return False
+    if wrong := differences({**here, **work}, {**bundle.environment, **bundle.work}):  # renamed by hand
+        say(_refusal(path, wrong))
+        return False
+    return _take_up(path, bundle, say)
+
+
+def _refusal(path: Path, wrong: list[str]) -> str:
+    return (
+        f"warning: the compile bundle {path} was made elsewhere and is refused: {'; '.join(wrong)}; kernels are "
+        "compiled anew, or make one here with `slipstream prewarm`"
+    )
+
+
+def _refuse_made_elsewhere(here: Fields, work: Fields, say: Say) -> None:
+    """Speak of the newest bundle for the same work that another environment made."""
+    found: list[tuple[str, Path, Bundle]] = []
+    for path in directory().glob(f"{digest(work)}-*{SUFFIX}"):
+        try:
+            head = read_header(path)
+        except (OSError, DamagedBundle):
+            continue
+        found.append((head.created, path, head))
+    if found:
+        _, path, head = max(found, key=lambda entry: entry[0])
+        say(_refusal(path, differences(here, head.environment)))
+
+
+def _take_up(path: Path, bundle: Bundle, say: Say) -> bool:
+    import torch
+
+    # What torch raises of a cache directory or an artifact that it cannot use is not written down anywhere.
+    try:
+        results = tuning_results.decode(bundle.sections.get(TUNING, b"[]"))
+        content = bundle.sections.get(TORCH, b"")
+        if content and torch.compiler.load_cache_artifacts(content) is None:
+            raise ValueError("torch cannot read its artifacts")
+        tuning_results.restore(results)
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        say(f"warning: the compile bundle {path} could not be loaded ({reason}); kernels are compiled anew")
+        return False
+    with _lock:
+        _loaded[:] = [_Loaded(path.name, len(results), graph_counts())]
+    say(
+        f"compile bundle {path.name} of {bundle.created}: {bundle.about.get('graphs', 0)} graphs, "
+        f"{len(results)} tuning results"
+    )
+    return True
+
+
+def graph_counts() -> tuple[int, int]:
+    """Return how many graphs torch has found in its caches in this process, and how many it has compiled."""
+    from torch._dynamo.utils import counters
+
+    graphs = counters["inductor"]
+    return graphs["fxgraph_cache_hit"], graphs["fxgraph_cache_miss"] + graphs["fxgraph_cache_bypass"]
+
+
+def first_step_report() -> str | None:
+    """Return, once after a bundle was loaded, a line of what it spared; otherwise None. For after the first step.
+
+    Thread-safe, and cheap enough for every step.
+    """
+    if not _loaded:
+        return None
+    with _lock:
+        if not _loaded:
+            return None
+        loaded = _loaded.pop()
+    hits, misses = (now - then for now, then in zip(graph_counts(), loaded.before, strict=True))
+    return (
+        f"compile bundle {loaded.name}: {hits} graphs found, {misses} compiled anew; {tuning_results.restored()} of "
+        f"{loaded.results} tuning results used"
+    )
+
+
+# -- directories ------------------------------------------------------------------------------------------------------
+
+
+def settle_caches(say: Say) -> None:
+    """Where torch's or Triton's cache cannot be written, let this process keep what it compiles elsewhere.
+
+    Otherwise the first compilation would fail. Directories that the user has set and that can be written stay. Says so
+    in one line.
+    """
+    unusable = []
+    for name, path, variable in cache_places(directory())[:2]:
+        if why := _unusable(path):
+            unusable.append((name, path, variable, why))
+    if not unusable:
+        return
+    told = " and ".join(f"{name}'s cache {path} cannot be used ({why})" for name, path, _, why in unusable)
+    names = " and ".join(variable for _, _, variable, _ in unusable)
+    place = _other_place()
+    if place is None:
+        say(f"warning: {told}, and there is no other place with room; make room, or set {names} to a directory")
+        return
+    for name, _, variable, _ in unusable:
+        os.environ[variable] = str(place / name)
+    say(f"warning: {told}; this process compiles into {place}, which goes when it ends; set {names} to keep it")
+
+
+def _unusable(path: Path) -> str:
+    """Return why a directory cannot take compiled code; nothing where it can."""
+    try:
+        state = look_at("", path, "", count=False)
+    except OSError as error:
+        return error.strerror or str(error)
+    if not state["writable"]:
+        return str(state["why_not"])
+    if state["free_bytes"] < _LEAST_ROOM:
+        return f"{state['free_bytes'] >> 20} MiB free"
+    return ""
+
+
+def _other_place() -> Path | None:
+    """Make a directory with room that goes when the process ends."""
+    for candidate in (Path(tempfile.gettempdir()), directory().parent, Path("/dev/shm")):
+        if candidate.is_dir() and not _unusable(candidate):
+            place = Path(tempfile.mkdtemp(prefix="slipstream-compile-", dir=candidate))
+            atexit.register(_remove, place, os.getpid())
+            return place
+    return None
+
+
+def _remove(place: Path, process: int) -> None:
+    if os.getpid() == process:  # not in a child that was forked
+        shutil.rmtree(place, ignore_errors=True)

@@ -1,0 +1,212 @@
+"""``slipstream cache``: list, pack, unpack and prune."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import subprocess
+import sys
+import zipfile
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from slipstream.compilation import bundle as files
+from slipstream.compilation import cache
+from slipstream.compilation.bundle import Bundle, read_bundle, write_bundle
+from slipstream.compilation.fingerprint import environment
+from slipstream.errors import CompilationError, ConfigError
+
+HERE = environment("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _own_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "slipstream"))
+
+
+def put(name: str = "one", *, days: float = 0, **env: Any) -> Path:
+    created = (datetime.now(UTC) - timedelta(days=days)).isoformat(timespec="seconds")
+    work = {"target": name, "rows": 2, "row length": 64, "anchors": 8, "attention": "flex", "precision": "bfloat16",
+            "device": "cuda:0", "drafter.block_size": 16, "drafter.layers": 5}  # fmt: skip
+    made = Bundle(environment={**HERE, **env}, work=work, about={"target": f"T-{name}", "graphs": 4},
+                  created=created, sections={"torch": name.encode() * 1000})  # fmt: skip
+    return write_bundle(files.directory(), made)
+
+
+def ask(*arguments: str) -> str:
+    parser = argparse.ArgumentParser()
+    cache.add_arguments(parser)
+    out = io.StringIO()
+    code = cache.run(parser.parse_args(arguments), Console(file=out, width=200, highlight=False))
+    assert code == 0
+    return out.getvalue()
+
+
+def test_an_empty_cache_is_said_and_not_made() -> None:
+    assert "no compile bundles" in ask("list")
+    assert "nothing to remove" in ask("prune", "--elsewhere")
+    assert not files.directory().exists()
+
+
+def test_the_list_shows_key_size_and_age() -> None:
+    path = put(days=3.2, gpu="A GPU", driver="580.1")
+    text = ask("list")
+    for part in (path.stem, "T-one", "A GPU", "580.1", HERE["torch"], HERE["torch commit"][:10], "3 days", "KiB"):
+        assert part in text
+    assert "2 x 64 x 8" in text
+
+
+def test_the_list_names_damaged_files() -> None:
+    path = put()
+    path.write_bytes(b"nothing")
+    text = ask("list")
+    assert "not a bundle" in text
+    assert path.name in text
+
+
+def test_the_list_loads_no_torch() -> None:
+    put()
+    code = (
+        "import argparse, sys; from slipstream.compilation import cache; from rich.console import Console\n"
+        "p = argparse.ArgumentParser(); cache.add_arguments(p)\n"
+        "cache.run(p.parse_args(['list']), Console()); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+
+
+def test_pack_and_unpack_carry_every_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = put("one"), put("two", gpu="Another")
+    assert "2 bundles" in ask("pack", "all.zip")
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "elsewhere"))
+    assert "2 bundles" in ask("unpack", "all.zip")
+    placed = sorted(p.name for p in files.directory().glob("*.bundle"))
+    assert placed == sorted([one.name, two.name])
+    assert read_bundle(files.directory() / one.name).sections == read_bundle(one).sections
+    assert not list(Path.cwd().glob(".*.tmp"))
+
+
+def test_pack_leaves_damaged_bundles_out_and_says_so() -> None:
+    put("one")
+    bad = put("two")
+    bad.write_bytes(bad.read_bytes()[:-1])
+    text = ask("pack", "all.zip")
+    assert "1 bundle " in text
+    assert bad.name in text
+
+
+def test_pack_of_nothing_is_an_error() -> None:
+    with pytest.raises(CompilationError, match="no whole compile bundles"):
+        ask("pack", "all.zip")
+    assert not Path("all.zip").exists()
+
+
+def test_pack_overwrites_nothing_else_than_a_pack() -> None:
+    put()
+    Path("notes.txt").write_text("mine")
+    with pytest.raises(CompilationError, match=r"notes\.txt exists"):
+        ask("pack", "notes.txt")
+    assert Path("notes.txt").read_text() == "mine"
+    ask("pack", "all.zip")
+    ask("pack", "all.zip")
+
+
+def test_pack_into_a_place_that_cannot_be_written_is_one_line() -> None:
+    put()
+    with pytest.raises(CompilationError, match="cannot be written") as caught:
+        ask("pack", "not/there/all.zip")
+    assert "\n" not in str(caught.value)
+
+
+def test_unpack_of_a_missing_file_is_one_line() -> None:
+    with pytest.raises(CompilationError, match=r"all\.zip.*No such file"):
+        ask("unpack", "all.zip")
+
+
+@pytest.mark.parametrize("size", [0, 100, -1])
+def test_a_truncated_pack_is_refused_and_places_nothing(tmp_path: Path, monkeypatch: Any, size: int) -> None:
+    put("one"), put("two")
+    ask("pack", "all.zip")
+    whole = Path("all.zip").read_bytes()
+    Path("all.zip").write_bytes(whole[:size])
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "elsewhere"))
+    with pytest.raises(CompilationError, match="not a whole pack"):
+        ask("unpack", "all.zip")
+    assert not files.directory().exists()
+
+
+def test_a_pack_with_a_flipped_byte_is_refused_and_places_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    put("one"), put("two")
+    ask("pack", "all.zip")
+    whole = bytearray(Path("all.zip").read_bytes())
+    whole[whole.rindex(b"twotwo") + 2] ^= 1
+    Path("all.zip").write_bytes(whole)
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "elsewhere"))
+    with pytest.raises(CompilationError, match="not a whole pack"):
+        ask("unpack", "all.zip")
+    assert not files.directory().exists()
+
+
+def test_a_name_in_a_pack_does_not_decide_where_a_bundle_goes(tmp_path: Path) -> None:
+    content = put().read_bytes()
+    with zipfile.ZipFile("evil.zip", "w") as pack:
+        pack.writestr("../../evil.bundle", content)
+        pack.writestr("../evil.txt", "no bundle")
+    with pytest.raises(CompilationError, match="holds no bundle"):
+        ask("unpack", "evil.zip")
+    with zipfile.ZipFile("evil.zip", "w") as pack:
+        pack.writestr("../../evil.bundle", content)
+    ask("unpack", "evil.zip")
+    assert not list(tmp_path.parent.glob("evil*"))
+    assert len(list(files.directory().glob("*.bundle"))) == 1
+
+
+def test_prune_asks_for_what() -> None:
+    with pytest.raises(ConfigError, match=r"--elsewhere.*--older-than"):
+        ask("prune")
+    with pytest.raises(ConfigError, match="-1"):
+        ask("prune", "--older-than", "-1")
+
+
+def test_prune_by_age() -> None:
+    old, new = put("old", days=31), put("new", days=29)
+    text = ask("prune", "--older-than", "30", "--dry-run")
+    assert "would remove" in text
+    assert old.name in text
+    assert old.exists()
+    ask("prune", "--older-than", "30")
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_prune_of_those_made_elsewhere_says_what_differs() -> None:
+    mine, other = put("mine"), put("other", **{"torch commit": "0123"})
+    text = ask("prune", "--elsewhere")
+    assert "torch commit is" in text
+    assert not other.exists()
+    assert mine.exists()
+
+
+def test_prune_removes_damaged_ones_and_leavings_too() -> None:
+    mine = put("mine")
+    (files.directory() / f"{mine.name}.damaged").write_bytes(b"x")
+    (files.directory() / f".{mine.name}.1-a.tmp").write_bytes(b"x")
+    (files.directory() / "broken.bundle").write_bytes(b"x")
+    ask("prune", "--older-than", "30", "--dry-run")
+    assert len(list(files.directory().iterdir())) >= 4
+    ask("prune", "--older-than", "30")
+    assert [p.name for p in files.directory().iterdir() if p.name != files.LOCK] == [mine.name]
+
+
+def test_prune_in_a_directory_that_cannot_be_changed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    put(days=99)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(CompilationError, match="cannot be removed"):
+        ask("prune", "--older-than", "30")
