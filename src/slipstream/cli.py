@@ -229,9 +229,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the parser of each command by name."""
-    found = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    return dict(found.choices)
+    """Return the parser of each command by name; of a command, of each of its actions."""
+    found = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return dict(found[0]) if found else {}
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -246,7 +246,9 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if words and words[0] not in TOOLS and ("--help" in arguments or "-h" in arguments):
         commands[words[0]].epilog = command_settings(words[0])
     args, rest = parser.parse_known_args(arguments)
-    options = [o for p in (parser, *(commands[w] for w in words[:1])) for o in p._option_string_actions]
+    chosen = [commands[word] for word in words[:1]]
+    actions = [action for command in chosen for action in _subcommands(command).values()]
+    options = [option for p in (parser, *chosen, *actions) for option in p._option_string_actions]
     if slip := mistyped_option(rest, options):
         raise ConfigError(f"{slip}; see `{' '.join(['slipstream', *words[:1]])} --help`")
     if not words:

@@ -7,7 +7,7 @@ import argparse
 from slipstream.cli_parts import Commands, Parser, add_command, console
 from slipstream.errors import ConfigError
 
-TOOLS = ("doctor", "stress")
+TOOLS = ("doctor", "stress", "cache")
 
 
 def refuse_rest(rest: list[str], command: str) -> None:
@@ -31,10 +31,18 @@ def _stress(args: argparse.Namespace, rest: list[str]) -> int:
     return stress.run(args, console())
 
 
+def _cache(args: argparse.Namespace, rest: list[str]) -> int:
+    from slipstream.compilation import cache
+
+    refuse_rest(rest, "cache")
+    return cache.run(args, console())
+
+
 def add_tools(commands: Commands[Parser]) -> None:
     """Add every tool to the command line. Loads no torch."""
     _add_doctor(commands)
     _add_stress(commands)
+    _add_cache(commands)
 
 
 def _add_doctor(commands: Commands[Parser]) -> None:
@@ -77,3 +85,26 @@ def _add_stress(commands: Commands[Parser]) -> None:
         dry_run=False,
     )
     stress.add_arguments(sub)
+
+
+def _add_cache(commands: Commands[Parser]) -> None:
+    from slipstream.compilation import cache
+
+    sub = add_command(
+        commands,
+        "cache",
+        _cache,
+        "list what has been compiled and tuned, carry it to other machines, remove it",
+        """
+        What a run needs compiled and tuned is kept as a compile bundle: for one torch build, Triton, FLA, GPU and
+        driver, and for one recipe's shapes. A run loads the bundle that fits it and no other.
+          slipstream cache list                      what is kept here, for what it is good, size and age
+          slipstream cache pack FILE                 all of it in one file, to take to other machines of the same kind
+          slipstream cache unpack FILE               place what such a file holds; it is code: only from whom you trust
+          slipstream cache prune --elsewhere         remove what another build, GPU or driver made
+          slipstream cache prune --older-than 30 --dry-run
+                                                     only say what is older than 30 days
+        """,
+        dry_run=False,
+    )
+    cache.add_arguments(sub)

@@ -14,7 +14,7 @@ from slipstream.recipe import known_keys
 from slipstream.usage import has_effect
 
 COMMANDS = ("prepare", "train", "evaluate", "export", "preflight", "quickstart")
-TOOLS = ("doctor", "stress")
+TOOLS = ("doctor", "stress", "cache")
 
 
 def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -74,6 +74,16 @@ def test_stress_is_handed_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(stress, "run", lambda args, console: asked.append((args.threads, args.guard)) or 1)
     assert main(["stress", "--threads", "3", "--guard", "on"]) == 1
     assert asked == [(3, "on")]
+
+
+def test_cache_is_handed_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.compilation import cache
+
+    asked: list[object] = []
+    monkeypatch.setattr(cache, "run", lambda args, console: asked.append(args) or 0)
+    for arguments in (["list"], ["pack", "FILE"], ["unpack", "FILE"], ["prune", "--elsewhere"]):
+        assert main(["cache", *arguments]) == 0
+    assert len(asked) == 4
 
 
 def test_help_of_train_shows_allowed_words_and_kinds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,6 +186,10 @@ def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["stress", "--thread", "4"], "unknown option --thread. Did you mean --threads?"),
         (["stress", "--guard", "maybe"], "see `slipstream stress --help`"),
         (["stress", "r.toml"], "stress takes no r.toml"),
+        (["cache", "list", "--run.device", "cpu"], "cache takes no --run.device"),
+        (["cache"], "required: ACTION; see `slipstream cache --help`"),
+        (["cache", "prune", "--elsewere"], "unknown option --elsewere. Did you mean --elsewhere?"),
+        (["cache", "pack"], "required: FILE; see `slipstream cache pack --help`"),
         (["docter"], "Did you mean doctor?"),
     ],
 )
