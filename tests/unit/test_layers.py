@@ -18,7 +18,7 @@ LAYERS = (
     ("target", "drafter"),
     ("decoding",),
     ("training",),
-    ("preflight", "evaluation", "preparation"),
+    ("preflight", "prewarm", "evaluation", "preparation"),
     ("export",),
     ("quickstart",),
     ("usage",),

@@ -11,6 +11,7 @@ from rich.console import Console
 from torch import Tensor
 
 from slipstream.compilation import shapes_are_final, shapes_may_change, verify
+from slipstream.compilation.bundle_live import first_step_report
 from slipstream.drafter.anchors import sample_blocks
 from slipstream.drafter.store import load_drafter, save_drafter
 from slipstream.errors import CheckpointError, DecodingError
@@ -210,6 +211,8 @@ class Trainer:
                 while not last:
                     self.train_step()
                     shapes_are_final(strict=self.run.recipe.run.strict)
+                    if (told := first_step_report()) is not None:
+                        display.say(told)
                     last = self.finished()
                     display.advance(self.step, self.progress(self.step))
                     self._after_step(log, display, last)

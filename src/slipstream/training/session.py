@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.compilation import install, verify
+from slipstream.compilation.bundle_live import load_for_run
+from slipstream.compilation.fingerprint import work
 from slipstream.config import Recipe, TrainingConfig
 from slipstream.data.pack import PackedDataset, build_dataset, tokenizer_digest
 from slipstream.drafter.attention import RefreshableAttention, build_attention
@@ -161,6 +163,15 @@ def prepare(
         say(f"training.anchors is {asked}, more than a row's {dataset.row_length} tokens: {training.anchors} are used")
     recipe = dataclasses.replace(recipe, training=training)
     config = resolve_drafter(recipe, target.tokenizer, target.info, dataset.used_ids)
+    # Before the reader, whose probe is the first to launch the target's kernels.
+    load_for_run(
+        work(
+            recipe, config, target_digest=target.info.digest, row_length=dataset.row_length, precision=precision,
+            attention=kind, device=device,
+        ),
+        device,
+        say=say,
+    )  # fmt: skip
     reader = FeatureReader(target, config.target_layer_ids, recipe.target.packing)
     settings = resolve_step_settings(
         training, block_size=config.block_size, vocab_rows=config.vocab_size, precision=precision
