@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream import __version__
-from slipstream.cli_parts import Parser, add_command, console
+from slipstream.cli_parts import Parser, add_command, console, given_recipe
 from slipstream.cli_tools import TOOLS, add_tools
 from slipstream.errors import ConfigError, SlipstreamError
 
@@ -23,22 +23,11 @@ if TYPE_CHECKING:
     from slipstream.config import Recipe
 
 
-def _recipe(args: argparse.Namespace, overrides: list[str]) -> Recipe:
-    from slipstream.recipe import load_recipe
-
-    recipe = load_recipe(args.recipe, overrides)
-    if recipe.run.threads > 0:
-        import torch
-
-        torch.set_num_threads(recipe.run.threads)
-    return recipe
-
-
 def _prepare(args: argparse.Namespace, overrides: list[str]) -> int:
     from slipstream.preparation import prepare
 
     prepare(
-        _recipe(args, overrides),
+        given_recipe(args, overrides),
         show=args.show,
         regenerate_to=Path(args.output) if args.regenerate else None,
         sources="heldout" if args.heldout else "train",
@@ -48,23 +37,42 @@ def _prepare(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def _show_plan(recipe: Recipe) -> int:
+    from slipstream.recipe import recipe_as_toml
+    from slipstream.training.plan import plan
+
+    out = console()
+    out.print(recipe_as_toml(recipe), markup=False)
+    for name, value in plan(recipe).items():
+        out.print(f"{name:24s} {value}", markup=False, soft_wrap=True)
+    return 0
+
+
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     from slipstream.preflight import cheap_checks
     from slipstream.recipe import require_warm_start
-    from slipstream.training.plan import plan
     from slipstream.training.trainer import train
 
-    recipe, out = _recipe(args, overrides), console()
+    recipe, out = given_recipe(args, overrides), console()
     require_warm_start(recipe)
     if args.dry_run:
-        from slipstream.recipe import recipe_as_toml
-
-        out.print(recipe_as_toml(recipe), markup=False)
-        for name, value in plan(recipe).items():
-            out.print(f"{name:24s} {value}", markup=False, soft_wrap=True)
-        return 0
+        return _show_plan(recipe)
     train(recipe, argv=sys.argv, resume=args.resume, console=out, preflight=cheap_checks(out))
     return 0
+
+
+def _prewarm(args: argparse.Namespace, overrides: list[str]) -> int:
+    from slipstream.recipe import require_warm_start
+
+    recipe = given_recipe(args, overrides)
+    require_warm_start(recipe)
+    if args.dry_run:
+        return _show_plan(recipe)
+    from slipstream.preflight import cheap_checks
+    from slipstream.prewarm import prewarm
+
+    out = console()
+    return prewarm(recipe, console=out, devices=args.device, preflight=cheap_checks(out))
 
 
 def _evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -96,7 +104,7 @@ def _preflight(args: argparse.Namespace, overrides: list[str]) -> int:
     from slipstream.preflight import CHECKS, run_preflight
     from slipstream.recipe import require_warm_start
 
-    recipe = _recipe(args, overrides)
+    recipe = given_recipe(args, overrides)
     require_warm_start(recipe)
     if args.dry_run:
         console().print(f"would check {', '.join(CHECKS)} with {recipe.target.path or 'no target'}", markup=False)
@@ -209,6 +217,31 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("recipe", help=recipe_help)
     sub.add_argument("--output", metavar="FILE", help="file for the report as JSON; without it none is written")
+
+    sub = add_command(
+        commands,
+        "prewarm",
+        _prewarm,
+        "compile and tune what a run will need, before it is launched",
+        """
+        Makes one step of this recipe's run on its own first rows, and keeps all that was compiled and tuned for it as
+        a compile bundle, which `slipstream train` loads: the run then starts warm. Trains nothing and writes nothing
+        into run.directory. On a CPU nothing is compiled.
+          slipstream prewarm recipe.toml                                     for run.device
+          slipstream prewarm recipe.toml --device cuda:0 --device cuda:1     for each of several
+          slipstream prewarm recipe.toml --dry-run                           what would run, and how large it is
+        Give it the settings that the run will have: other shapes need another bundle. `slipstream cache list` shows
+        what is kept, `slipstream cache pack` takes it to machines of the same kind.
+        """,
+    )
+    sub.add_argument("recipe", help=recipe_help)
+    sub.add_argument(
+        "--device",
+        action="append",
+        default=[],
+        metavar="DEVICE",
+        help="a device to prewarm; may be given several times (default: run.device)",
+    )
 
     sub = add_command(
         commands,

@@ -1,4 +1,4 @@
-"""What the subcommands share: one-line errors, the console, how a subcommand is added."""
+"""What the subcommands share: one-line errors, the console, the recipe, how a subcommand is added."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from slipstream.config import Recipe
 
 Handler = Callable[[argparse.Namespace, list[str]], int]
 
@@ -31,6 +33,21 @@ def console() -> Console:
     from rich.console import Console
 
     return Console(highlight=False)
+
+
+def given_recipe(args: argparse.Namespace, overrides: list[str]) -> Recipe:
+    """Return the recipe of a command with its overrides, and give torch the threads that it asks for.
+
+    Raises ConfigError for a file or a setting that is wrong.
+    """
+    from slipstream.recipe import load_recipe
+
+    recipe = load_recipe(args.recipe, overrides)
+    if recipe.run.threads > 0:
+        import torch
+
+        torch.set_num_threads(recipe.run.threads)
+    return recipe
 
 
 def add_command(

@@ -13,7 +13,7 @@ from slipstream.cli import build_parser, main
 from slipstream.recipe import known_keys
 from slipstream.usage import has_effect
 
-COMMANDS = ("prepare", "train", "evaluate", "export", "preflight", "quickstart")
+COMMANDS = ("prepare", "train", "evaluate", "export", "preflight", "prewarm", "quickstart")
 TOOLS = ("doctor", "stress", "cache")
 
 
@@ -84,6 +84,18 @@ def test_cache_is_handed_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments in (["list"], ["pack", "FILE"], ["unpack", "FILE"], ["prune", "--elsewhere"]):
         assert main(["cache", *arguments]) == 0
     assert len(asked) == 4
+
+
+def test_prewarm_is_handed_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import slipstream.prewarm as module
+
+    asked: list[object] = []
+    monkeypatch.setattr(
+        module, "prewarm", lambda recipe, **given: asked.append((recipe.training.steps, given["devices"])) or 0
+    )
+    (tmp_path / "r.toml").write_text("[training]\nsteps = 1\n", encoding="utf-8")
+    assert main(["prewarm", str(tmp_path / "r.toml"), "--training.steps", "7", "--device", "cuda:1"]) == 0
+    assert asked == [(7, ["cuda:1"])]
 
 
 def test_help_of_train_shows_allowed_words_and_kinds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,6 +186,9 @@ def test_no_command_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "r.toml"], "target.path"),
         (["train", "r.toml", "--dry-run"], "target.path"),
         (["preflight", "r.toml"], "target.path"),
+        (["prewarm", "r.toml", "--dry-run"], "target.path"),
+        (["prewarm", "nowhere.toml"], "nowhere.toml does not exist"),
+        (["prewarm", "r.toml", "--drafter.warm_start", "gone"], "drafter.warm_start is gone"),
         (["evaluate", "r.toml"], "--drafter"),
         (["evaluate", "."], "not a run directory"),
         (["export", ".", "--to", "out"], "not a run directory"),
