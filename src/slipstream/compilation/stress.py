@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.compilation import stress_cpu, stress_cuda
+from slipstream.compilation import stress_cpu, stress_cuda, stress_flex
 from slipstream.compilation.stress_parent import Batch, play_batch
 from slipstream.compilation.stress_plan import Row
 from slipstream.compilation.stress_rounds import Workload
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run"]
 
-WORKLOADS: tuple[type[Workload], ...] = (*stress_cpu.WORKLOADS, *stress_cuda.WORKLOADS)
+WORKLOADS: tuple[type[Workload], ...] = (
+    *stress_cpu.WORKLOADS,
+    *stress_flex.WORKLOADS,
+    *stress_cuda.WORKLOADS,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

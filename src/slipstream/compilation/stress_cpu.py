@@ -1,4 +1,4 @@
-"""Stress workloads that need no GPU.
+"""Stress workloads that need no GPU; those with flex attention are in ``stress_flex``.
 
 Compilation goes through ``aot_eager``: the same tracing of forward and backward as with inductor, without its kernels.
 The tuner is Triton's own, over a kernel and a timing that are stood in for.
@@ -13,9 +13,8 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
-from slipstream.compilation.guard import _attend, first_call_alone
 from slipstream.compilation.stress_kernels import FakeKernel, fake_bench
-from slipstream.compilation.stress_rounds import Body, Cold, Counts, Workload
+from slipstream.compilation.stress_rounds import Body, Cold, Workload
 
 BACKEND = "aot_eager"
 # Threads that start together all pass torch's check before the first of them traces; later ones meet it.
@@ -139,104 +138,6 @@ class Mixed(Compile):
         return Cold(bodies, [calls(_network), *work.alone[1:]], work.delays)
 
 
-class Flex(Workload):
-    """Threads compile flex attention with a block mask, forward and backward.
-
-    Without the guard each compiles it for itself, as libraries do; with it they share what the package offers.
-    """
-
-    name, device, uses_flex = "flex", "cpu", True
-    rounds_per_process = 25
-    tolerance = 1e-4
-    positions = 128
-
-    def prepare(self, guard: bool, counts: Counts) -> None:
-        """See Workload."""
-        super().prepare(guard, counts)
-        from torch.nn.attention import flex_attention as flex
-
-        # torch refuses the backward on a CPU, where inductor has no kernel for it. aot_eager needs none.
-        flex._validate_device = lambda *_: None  # type: ignore[assignment]
-
-    def attend(self) -> Any:
-        """Return ``attend(query, key, value, block_mask)``, compiled at its first call."""
-        import torch
-        from torch.nn.attention.flex_attention import flex_attention
-
-        if self.guard:
-            return first_call_alone(_attend, backend=BACKEND)
-        compiled: Any = torch.compile(flex_attention, backend=BACKEND)
-        return lambda q, k, v, mask: compiled(q, k, v, block_mask=mask, enable_gqa=True)
-
-    def _leaves(self, number: int, seed: int, thread: int) -> list[Any]:
-        draw = numbers(seed, number, thread)
-        rows = 1 + (thread % 2) * (number % 2)
-        return [draw(rows, heads, self.positions, 16) for heads in (2, 1, 1)]
-
-    def _body(self, attend: Any, leaves: list[Any], calls: int = 2) -> Body:
-        return lambda: [gradients(attend, leaves, self._mask()) for _ in range(calls)][-1]
-
-    def _mask(self) -> Any:
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        return create_block_mask(_causal, 1, None, self.positions, self.positions, device="cpu")
-
-    def cold(self, number: int, seed: int, threads: int) -> Cold:
-        """See Workload."""
-        import torch
-
-        torch._dynamo.reset()
-        shared, bodies, alone = self.attend(), list[Body](), list[Body]()
-        for i in range(threads):
-            leaves = self._leaves(number, seed, i)
-            bodies.append(self._body(shared if self.guard else self.attend(), leaves))
-            alone.append(partial(gradients, _plain_attention, leaves))
-        return Cold(bodies, alone, [STAGGER * i for i in range(threads)])
-
-
-def _causal(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return q >= k
-
-
-def _plain_attention(query: Any, key: Any, value: Any) -> Any:
-    import torch
-
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
-    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return scores.masked_fill(later, float("-inf")).softmax(-1) @ value
-
-
-class Selection(Flex):
-    """One thread asks ``is_compiling`` which attention to call, as libraries do, while the others compile.
-
-    The answer is about itself. If it is about the others, it calls flex attention uncompiled.
-    """
-
-    name = "selection"
-
-    def cold(self, number: int, seed: int, threads: int) -> Cold:
-        """See Workload."""
-        import torch
-        from torch.nn.attention.flex_attention import flex_attention
-
-        work = super().cold(number, seed, threads)
-        leaves, mask, compiled = self._leaves(number, seed, threads), self._mask(), self.attend()
-        gradients(compiled, leaves, mask)
-        others = Others(threads - 1)
-
-        def select(query: Any, key: Any, value: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
-            return compiled(query, key, value, mask)
-
-        def asks() -> list[Any]:
-            return until(others.done, lambda: gradients(select, leaves))
-
-        bodies = [asks, *(others.one(b) for b in work.bodies[1:])]
-        return Cold(bodies, [lambda: gradients(_plain_attention, leaves), *work.alone[1:]], work.delays)
-
-
 class Tuner(Workload):
     """Threads launch one untuned kernel: keys that all share, and keys of their own."""
 
@@ -286,4 +187,4 @@ def _launches(kernel: Any, start: Any, keys: list[int]) -> list[Any]:
     return [x, *seen]
 
 
-WORKLOADS: tuple[type[Workload], ...] = (Compile, Mixed, Flex, Selection, Tuner, RestoringTuner)
+WORKLOADS: tuple[type[Workload], ...] = (Compile, Mixed, Tuner, RestoringTuner)
