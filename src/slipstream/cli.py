@@ -7,6 +7,7 @@ traceback: a fault of ours; 1 without one: a tool (``cli_tools``) found what it 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -313,6 +314,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SlipstreamError as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader has seen enough (`| head`); the interpreter's own flush must not complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print("slipstream: interrupted", file=sys.stderr)
         return 130

@@ -77,7 +77,7 @@ def doctor(*, console: Console, as_json: bool, slipstream_cache: Path) -> int:
     """Show what ``examine`` finds, as tables or as one JSON object; return 1 where something will bite, else 0."""
     if as_json:
         found = examine(slipstream_cache)
-        print(json.dumps(found, indent=2, ensure_ascii=False))
+        print(json.dumps(found, indent=2, ensure_ascii=False), flush=True)
     else:
         from slipstream.compilation.doctor_view import show
 

@@ -67,3 +67,18 @@ def test_a_broken_torch_is_reported_without_a_traceback(tmp_path: Path) -> None:
     found = json.loads(doctor(tmp_path, "--json").stdout)
     assert tuple(found) == KEYS
     assert found["ok"] is False
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback(tmp_path: Path) -> None:
+    fake(tmp_path, "torch", "raise ImportError('no')")
+    done = subprocess.run(
+        f"{sys.executable} -m slipstream doctor --json | true",
+        shell=True,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{SOURCE}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stderr == ""

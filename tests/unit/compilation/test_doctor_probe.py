@@ -31,10 +31,11 @@ def test_a_broken_import_is_an_answer(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_process_that_dies_costs_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake(tmp_path, "triton", "import os, sys; print('about to die', file=sys.stderr, flush=True); os.abort()")
+    fake(tmp_path, "transformers", "__version__ = '5'")
     monkeypatch.syspath_prepend(str(tmp_path))
     answers = ask("packages", ("triton", "transformers"))
     assert answers["triton"] == {"failed": "the process died (SIGABRT): about to die"}
-    assert answers["transformers"]["version"]
+    assert answers["transformers"] == {"version": "5", "failed": ""}
 
 
 def test_a_process_that_hangs_costs_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
