@@ -77,15 +77,18 @@ class Display:
 
 def table(rows: list[Row], *, device: str, threads: int, seed: int) -> Table:
     """Return the table of all rows."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     versions = next((row.versions for row in rows if row.versions), {})
     told = ", ".join(f"{name} {version}" for name, version in versions.items())
-    made = Table(title=f"{threads} threads on {device}, seed {seed}; {told}", title_justify="left")
+    title = f"{threads} threads on {device}, seed {seed}; {told}"
+    # Fits 80 columns.
+    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=0)
     made.add_column("workload", no_wrap=True)
     made.add_column("guard")
     for heading in (
-        *("rounds", "fresh processes", "failures", "dense calls", "hangs", "wrong values", "tunings per key"),
+        *("rounds", "fresh starts", "failures", "dense calls", "hangs", "wrong values", "tunings per key"),
     ):
         made.add_column(heading, justify="right")
     for row in rows:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from slipstream.compilation import stress, stress_cpu
 from slipstream.compilation.stress_plan import Round, Row
+from slipstream.compilation.stress_table import table
 from slipstream.errors import CompilationError
 
 VERSIONS = {"torch": "2.x", "triton": "3.x"}
@@ -99,6 +100,15 @@ def test_one_table_with_every_figure(monkeypatch):
     assert row.replace("│", " ").replace("|", " ").split() == ["flex", "on", "2", "1", "1", "3", "1", "1", "2.00"]
     assert "E: one (2 threads" in text
     assert "thread 0: result 1 is off by 2" in text
+
+
+def test_the_table_fits_a_terminal_of_80_columns():
+    rows = [Row("triton-restore", True, 4, (Round(0, 1.0, dense=1_000, benches=8, tuned=4),), (), "", VERSIONS)]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(table(rows, device="cpu", threads=4, seed=0))
+    assert "…" not in console.file.getvalue()
+    for word in ("triton-restore", "starts", "failures", "tunings", "1000"):
+        assert word in console.file.getvalue()
 
 
 def test_a_workload_that_never_fails_without_the_guard_is_said_to_prove_nothing(monkeypatch):
