@@ -16,7 +16,7 @@ import torch
 import torch.nn.attention.flex_attention
 from rich.console import Console
 
-from slipstream.compilation import stress
+from slipstream.compilation import stress, stress_cuda
 
 ROUNDS = 100
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "stress_versions"
@@ -33,11 +33,11 @@ MASKS = pytest.param(
 )
 
 
-def played(*given: str) -> tuple[int, list[dict[str, Any]], str]:
+def played(*given: str, device: str = "cpu") -> tuple[int, list[dict[str, Any]], str]:
     parser = argparse.ArgumentParser()
     stress.add_arguments(parser)
     console = Console(file=io.StringIO(), width=150)
-    code = stress.run(parser.parse_args([*given, "--device", "cpu", "--json", "found.json"]), console)
+    code = stress.run(parser.parse_args([*given, "--device", device, "--json", "found.json"]), console)
     found = json.loads(Path("found.json").read_text(encoding="utf-8"))
     return code, found["rows"], console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -65,6 +65,16 @@ def test_without_the_guard_the_tuner_fails_on_every_version(workload: str) -> No
 def test_a_few_rounds_of_compiling_with_the_guard_are_clean() -> None:
     code, (row,), text = played("--workload", "mixed", "--guard", "on", "--rounds", "3", "--threads", "3")
     assert (code, row["rounds"], row["bad"]) == (0, 3, 0), text
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", [kind.name for kind in stress_cuda.WORKLOADS])
+def test_a_few_rounds_on_a_gpu_with_the_guard_are_clean(workload: str) -> None:
+    if why := next(kind for kind in stress_cuda.WORKLOADS if kind.name == workload)().lacking():
+        pytest.skip(why)
+    code, (row,), text = played("--workload", workload, "--guard", "on", "--rounds", "2", device="cuda")
+    assert (code, row["rounds"], row["bad"]) == (0, 2, 0), text
 
 
 def test_the_script_for_other_versions_installs_what_is_missing_and_plays_there(tmp_path: Path) -> None:

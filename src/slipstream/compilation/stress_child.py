@@ -19,6 +19,9 @@ from typing import Any
 from slipstream.compilation.stress_plan import Order
 from slipstream.compilation.stress_rounds import Counts, Workload, play
 
+# What a process may take before its first round, whatever the limit of a round: torch is imported in it.
+START_SECONDS = 120.0
+
 
 def versions() -> dict[str, str]:
     """Return the versions that matter here; torch is imported."""
@@ -75,7 +78,7 @@ def main(arguments: list[str]) -> int:
 
     with open(order.stacks, "a", encoding="utf-8") as stacks:
         faulthandler.enable(stacks)
-        faulthandler.dump_traceback_later(order.hang, exit=True, file=stacks)
+        faulthandler.dump_traceback_later(max(order.hang, START_SECONDS), exit=True, file=stacks)
         _caches(order.cache, "start")
         work, counts, began = workload_of(order.workload), Counts(), time.monotonic()
         enter: Callable[[], None] = lambda: None  # noqa: E731

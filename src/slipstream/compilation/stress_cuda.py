@@ -102,14 +102,18 @@ class CudaFlex(_Cuda):
         from torch.nn.attention.flex_attention import create_block_mask
 
         draw, positions = numbers(seed, number, thread), 1024 + 128 * (thread + number % 3)
+        home = f"cuda:{thread % torch.cuda.device_count()}"
         leaves = [draw(1, heads, positions, 64).bfloat16() for heads in (4, 2, 2)]
 
         def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
             return q >= k
 
+        # By the main thread: workload masks, on the CPU, has threads make them.
+        mask = create_block_mask(causal, 1, None, positions, positions, device=home)
+        torch.cuda.synchronize(home)
+
         def calls(times: int) -> Callable[[str], list[Any]]:
             def work(device: str) -> list[Any]:
-                mask = create_block_mask(causal, 1, None, positions, positions, device=device)
                 placed = [leaf.to(device) for leaf in leaves]
                 results = [gradients(attend, placed, mask) for _ in range(times)][-1]
                 torch.cuda.current_stream().synchronize()

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.compilation.stress_child import START_SECONDS
 from slipstream.compilation.stress_plan import Order, Round, Row
 
 # A hang costs its whole time limit; two are enough to see that it is no accident.
@@ -120,7 +121,7 @@ def _child(batch: Batch, first: int, rounds: int, seconds: float, seen: Callable
                 text=True,
             )
             try:
-                played, versions, killed = _read(process, batch.hang + GRACE_SECONDS, seen)
+                played, versions, killed = _read(process, max(batch.hang, START_SECONDS) + GRACE_SECONDS, seen)
             finally:
                 process.kill()
                 process.wait()

@@ -120,7 +120,7 @@ def test_wrong_values_are_seen(batch):
 
 
 def test_a_hang_is_ended_its_stacks_are_kept_and_the_next_round_is_played(batch):
-    row = play(batch, "Hangs", hang=8.0)
+    row = play(batch, "Hangs", hang=5.0)
     assert [(r.number, r.hang) for r in row.rounds] == [(0, False), (1, True), (2, False), (3, False)]
     assert row.hangs == 1
     (stacks,) = row.stacks
@@ -131,7 +131,7 @@ def test_a_hang_is_ended_its_stacks_are_kept_and_the_next_round_is_played(batch)
 def test_after_two_hangs_no_more_are_waited_for(batch):
     source = Path(batch.keep, "stress_samples.py")
     source.write_text(SAMPLES.replace("number == 1 and thread == 0", "thread == 0"), encoding="utf-8")
-    row = play(batch, "Hangs", hang=6.0)
+    row = play(batch, "Hangs", hang=5.0)
     assert (row.hangs, len(row.rounds)) == (2, 2)
     assert "2 hangs" in row.note
 
