@@ -58,7 +58,8 @@ def command(arguments: list[str], *, resume: bool = False) -> tuple[list[str], d
     """Return (argv, environment) of a real process that trains with these overrides."""
     here = Path(__file__).resolve()
     source = here.parents[2] / "src"
-    environment = {**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{here.parents[1]}", "OMP_NUM_THREADS": "1"}
+    path = [str(source), str(here.parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "OMP_NUM_THREADS": "1"}
     program = "from support.tiny_run import main; main()"
     return [sys.executable, "-c", program, *(["--resume"] if resume else []), *arguments], environment
 
