@@ -7,6 +7,7 @@ import sys
 import threading
 from types import ModuleType
 
+from slipstream.compilation.annotations import ANNOTATIONS
 from slipstream.compilation.autotune import AUTOTUNER
 from slipstream.compilation.compiling_flag import IS_COMPILING
 from slipstream.compilation.dense import DENSE_FLEX
@@ -23,6 +24,7 @@ HAZARDS: tuple[Hazard, ...] = (
     FX_FLAG,
     FX_MODULES,
     IS_COMPILING,
+    ANNOTATIONS,
     LAZY_BACKWARD,
     THREAD_CONFIG,
     AUTOTUNER,

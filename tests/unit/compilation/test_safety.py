@@ -8,6 +8,7 @@ HAZARDS = (
     "fx-flag",
     "fx-modules",
     "is-compiling",
+    "annotations",
     "lazy-backward",
     "thread-config",
     "triton-autotuner",
@@ -47,7 +48,14 @@ def test_every_hazard_is_seen_on_a_stock_installation(fresh):
         print({h.name: h.check() for h in HAZARDS if h.needed()})
     """)
     found = eval(seen)
-    assert {"fx-modules", "lazy-backward", "triton-autotuner", "inductor-autotuner", "dense-flex"} <= set(found)
+    assert {
+        "fx-modules",
+        "annotations",
+        "lazy-backward",
+        "triton-autotuner",
+        "inductor-autotuner",
+        "dense-flex",
+    } <= set(found)
     # thread-config is seen only where a setting has been assigned
     assert {name for name, what in found.items() if not what} <= {"thread-config"}
 
@@ -251,4 +259,28 @@ def test_dense_flex_is_allowed_where_it_is_asked_for_by_name(fresh):
         print(tuple(out.shape), len(told), "(1, 2, 16, 16)" in told[0])
     """)
         == "(1, 2, 16, 16) 2 True"
+    )
+
+
+def test_a_thread_that_traces_still_annotates_its_own_graph(fresh):
+    assert (
+        fresh("""
+        import torch, torch.fx.traceback as traceback
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from slipstream.compilation import install
+        install()
+        def f(x):
+            with traceback.annotate({"mine": 1}):
+                return x + 1
+        with traceback.preserve_node_meta():
+            graph = make_fx(f)(torch.ones(2)).graph
+        made = [n.meta.get("custom") for n in graph.nodes if n.op == "call_function"]
+        seen = []
+        def backend(g, _):
+            seen.extend(n.meta.get("custom") for n in g.graph.nodes if n.op == "call_function")
+            return g.forward
+        torch.compile(f, backend=backend, fullgraph=True)(torch.ones(2))
+        print(made, seen)
+    """)
+        == "[{'mine': 1}] [{'mine': 1}]"
     )
