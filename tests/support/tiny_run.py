@@ -83,9 +83,12 @@ def lines(run: Path, kind: str = "train") -> list[dict[str, Any]]:
 
 def main() -> None:
     """Train; exit as the command line does."""
+    import signal
+
     from slipstream.errors import SlipstreamError
     from slipstream.training.trainer import train
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job would be told to ignore it
     arguments = sys.argv[1:]
     resume = arguments[:1] == ["--resume"]
     try:
