@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream import __version__
-from slipstream.cli_parts import Parser, add_command, console, given_recipe
+from slipstream.cli_parts import Parser, add_command, console, given_path, given_recipe
 from slipstream.cli_tools import TOOLS, add_tools
 from slipstream.errors import ConfigError, SlipstreamError
 
@@ -84,8 +84,8 @@ def _evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     evaluate_path(
         Path(args.path),
         overrides,
-        drafter=Path(args.drafter) if args.drafter else None,
-        output=Path(args.output) if args.output else None,
+        drafter=given_path(args.drafter, "--drafter"),
+        output=given_path(args.output, "--output"),
         dry_run=args.dry_run,
         console=console(),
     )

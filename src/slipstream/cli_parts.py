@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.errors import ConfigError
@@ -68,3 +69,10 @@ def add_command(
         parser.add_argument("--dry-run", action="store_true", help="print the resolved plan and stop")
     parser.set_defaults(handler=handler)
     return parser
+
+
+def given_path(value: str | None, option: str) -> Path | None:
+    """Return the path that an option gave, or None where it was left out. Raises ConfigError for an empty one."""
+    if value == "":
+        raise ConfigError(f"{option} is empty (a variable that is not set?); give a path or leave {option} out")
+    return None if value is None else Path(value)

@@ -46,6 +46,10 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     Raises OSError, and then leaves no half file: neither under ``path`` nor beside it.
     """
     data = content.encode("utf-8") if isinstance(content, str) else content
+    if path.exists() and not path.is_file():  # a device, a pipe: a rename would take its place
+        with open(path, "wb") as stream:
+            stream.write(data)
+        return
     aside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(3)}.tmp")
     try:
         with open(aside, "wb") as stream:

@@ -148,7 +148,7 @@ def _run_line(recipe: Recipe, overrides: Sequence[str], *, resume: bool, console
     headline("2. Evaluate: real block decoding on held-out prompts")
     result = evaluate_path(directory, overrides if resume else (), console=console)
     headline("3. Export: the drafter directory, read back and compared")
-    if resume and (directory / "export").exists():
+    if resume and (directory / "export" / "model.safetensors").is_file():
         say(f"exported already: {directory / 'export'}")
     else:
         export_run(directory, directory / "export", overrides if resume else (), console=console)

@@ -76,3 +76,20 @@ def test_importing_provenance_loads_no_torch():
     code = "import sys, slipstream.provenance; sys.exit('torch' in sys.modules)"
     source = str(Path(provenance.__file__).parents[1])
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": source}).returncode == 0
+
+
+def test_a_device_is_written_to_and_not_replaced(tmp_path):
+    import os
+    import threading
+
+    from slipstream.provenance import write_json
+
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    write_json(pipe, {"a": 1})
+    reader.join()
+    assert '"a": 1' in read[0]
+    assert not pipe.is_file()

@@ -51,8 +51,8 @@ def late_compilations() -> dict[str, int]:
 def signature(value: Any) -> Any:
     """Return what a static compilation of a call depends on, as a hashable value; cheap: it is made at every call.
 
-    Tensors count by shape, dtype, device and whether they want a gradient; containers by their items; block masks by
-    their shape, tile size, and predicate: its code and what it closes over; other objects by their identity.
+    Tensors count by shape, strides, dtype, device and whether they want a gradient; containers by their items; block
+    masks by shape, tile size, and predicate: its code and what it closes over; other objects by their identity.
     """
     kind = type(value)
     describe = _describe.get(kind)
@@ -67,8 +67,12 @@ def _describer(value: Any) -> Callable[[Any], Any]:
         return _mask
     if hasattr(value, "requires_grad") and hasattr(value, "get_device"):
         return _tensor
-    if value is None or isinstance(value, bool | int | float | str):
-        return lambda v: v
+    if value is None or isinstance(value, bool | int | str) or type(value).__module__ == "torch":
+        return lambda v: (type(v), v)  # 1, True and 1.0 are equal, and compiled apart
+    if isinstance(value, float):
+        return lambda v: (float, repr(v))  # nan is not equal to itself
+    if isinstance(value, slice):
+        return lambda v: (slice, *map(signature, (v.start, v.stop, v.step)))
     if isinstance(value, tuple | list):
         return lambda v: tuple(map(signature, v))
     if isinstance(value, dict):
@@ -81,7 +85,7 @@ def _signatures(*args: Any, **kwargs: Any) -> Any:
 
 
 def _tensor(value: Any) -> Any:
-    return (value.shape, value.dtype, value.get_device(), value.requires_grad)
+    return (value.shape, value.stride(), value.dtype, value.get_device(), value.requires_grad)
 
 
 def _mask(mask: Any) -> Any:
@@ -208,7 +212,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, block_mask: Any) -> Tenso
 def _attend_key(query: Any, key: Any, value: Any, block_mask: Any) -> Any:
     """Return what ``_attend`` depends on; value is as key is."""
     needs = query.requires_grad, key.requires_grad
-    return (query.shape, key.shape, query.dtype, query.get_device(), needs, signature(block_mask))
+    strides = query.stride(), key.stride(), value.stride()
+    return (query.shape, key.shape, strides, query.dtype, query.get_device(), needs, signature(block_mask))
 
 
 def compiled_flex_attention() -> FirstCallAlone:

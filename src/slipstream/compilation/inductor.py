@@ -15,10 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from slipstream.compilation.hazards import Hazard
-from slipstream.compilation.locks import current_device, tuning_lock
+from slipstream.compilation.locks import PROBE, current_device, tuning_lock
 
 _MODULE = "torch._inductor.runtime.triton_heuristics"
 _SETTLED = "_slipstream_settled"
+_DEVICE = "_slipstream_device"  # set on the check's stub, which waits for no real tuning
 
 
 def _tuner() -> Any:
@@ -40,7 +41,7 @@ def _apply() -> None:
     def first_run_alone(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.__dict__.get(_SETTLED) and len(self.launchers) == 1:
             return run(self, *args, **kwargs)
-        with tuning_lock(current_device()):
+        with tuning_lock(self.__dict__.get(_DEVICE) or current_device()):
             result = run(self, *args, **kwargs)
             self.__dict__[_SETTLED] = True
             return result
@@ -56,6 +57,7 @@ def _check() -> str:
     class Stub(_tuner()):  # type: ignore[misc]
         def __init__(self) -> None:
             self.launchers: list[Any] = []
+            setattr(self, _DEVICE, PROBE)
             self.inductor_meta: dict[str, Any] = {}
             self.triton_meta: dict[str, Any] = {"signature": {}}
             self.fn = SimpleNamespace(__name__="stub")

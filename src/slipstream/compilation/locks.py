@@ -18,6 +18,9 @@ def current_device() -> int:
     return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
 
+PROBE = -2  # no device: what only a check tunes
+
+
 def tuning_lock(device: int) -> threading.RLock:
     """Return the lock under which kernels are tuned on a device: timings disturb each other."""
     lock = _tuning.get(device)

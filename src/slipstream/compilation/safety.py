@@ -33,43 +33,64 @@ HAZARDS: tuple[Hazard, ...] = (
     DENSE_FLEX,
 )
 
+# Threads that import these for the first time at once meet them half-imported, or torch's own import deadlock.
+_IMPORTED_FIRST = (
+    "torch._functorch.config",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch.nn.attention.flex_attention",
+)
+
 _lock = threading.RLock()
+_installing = threading.RLock()
 _states: dict[str, State] = {}
 _asked = False
+_allow_unknown = False
 
 
 def install(*, allow_unknown: bool = False) -> Report:
     """Make safe what this installation's torch, Triton and FLA do not; return what was found and done.
 
-    Idempotent and thread-safe; call it before or after any of them is imported, at any time, in any thread. torch is
-    imported; Triton, inductor and FLA are made safe when they are imported. Feature tests decide, not version numbers:
-    what is safe upstream is left alone. Settings of torch that the calling thread has assigned become every thread's.
+    Idempotent and thread-safe; call it before or after any of them is imported, at any time, in any thread. torch,
+    dynamo and inductor are imported; Triton and FLA are made safe when they are. Feature tests decide, not version
+    numbers: what is safe upstream is left alone. Settings of torch that the calling thread has assigned become every thread's.
 
     Raises CompilationError for a version whose code is not as the fix expects, naming it; with ``allow_unknown`` that
     hazard is left open and reported as unknown.
     """
-    global _asked
-    importlib.import_module("torch._functorch.config")
-    with _lock:
-        _asked = True
+    global _asked, _allow_unknown
+    # No state lock is held here: an import may be waited for, and hooks that run inside imports take that lock.
+    with _installing:
+        _allow_unknown = _allow_unknown or allow_unknown
+        for name in _IMPORTED_FIRST:
+            importlib.import_module(name)
         for hazard in HAZARDS:
-            if hazard.name in _states and _states[hazard.name].status not in ("not installed", "unknown"):
-                continue
-            if not installed(hazard.module.split(".")[0]) or (hazard is INDUCTOR_AUTOTUNER and not installed("triton")):
-                _states[hazard.name] = State(hazard.name, "not installed")
-                continue
-            _states[hazard.name] = State(hazard.name, "not imported yet")
-            when_imported(hazard.module, _Handle(hazard))
+            with _lock:
+                state = _states.get(hazard.name)
+                if state is not None and state.status not in ("not installed", "unknown"):
+                    continue
+                there = installed(hazard.module.split(".")[0]) and (
+                    hazard is not INDUCTOR_AUTOTUNER or installed("triton")
+                )
+                _states[hazard.name] = State(hazard.name, "not imported yet" if there else "not installed")
+            if there:
+                when_imported(hazard.module, _Handle(hazard))
         share()
-        unknown = [s for s in _states.values() if s.status == "unknown"]
-        if unknown and not allow_unknown:
-            raise CompilationError(
-                "compilation under threads could not be made safe: "
-                + "; ".join(f"{s.name}: {s.detail}" for s in unknown)
-                + "; use a version that is supported, or allow it at your own risk (run.allow_unknown_versions = true; "
-                "install(allow_unknown=True))"
-            )
-        return report()
+        _asked = True
+    found = report()
+    _refuse_unknown(found)
+    return found
+
+
+def _refuse_unknown(found: Report) -> None:
+    unknown = [s for s in found.states if s.status == "unknown"]
+    if unknown and not _allow_unknown:
+        raise CompilationError(
+            "compilation under threads could not be made safe: "
+            + "; ".join(f"{s.name}: {s.detail}" for s in unknown)
+            + "; use a version that is supported, or allow it at your own risk (run.allow_unknown_versions = true; "
+            "install(allow_unknown=True))"
+        )
 
 
 class _Handle:
@@ -92,7 +113,8 @@ class _Handle:
 
 def report() -> Report:
     """Return what the last ``install`` knows; empty before it."""
-    return Report(tuple(_states[h.name] for h in HAZARDS if h.name in _states))
+    with _lock:
+        return Report(tuple(_states[h.name] for h in HAZARDS if h.name in _states))
 
 
 def _is_imported(name: str) -> bool:
@@ -108,13 +130,18 @@ def verify() -> Report:
     CompilationError naming every hazard that is not held.
     """
     if not _asked:
+        with _installing:  # another thread may be about it
+            pass
+    if not _asked:
         raise CompilationError("slipstream.compilation.install() has not been called in this process; call it first")
     failures = []
+    found = report()
+    _refuse_unknown(found)  # a library that was imported after install() may be unknown to it
     for hazard in HAZARDS:
-        state = _states[hazard.name]
+        state = found[hazard.name]
         if state.status == "not imported yet" and _is_imported(hazard.module):
             failures.append(f"{hazard.name}: {hazard.module} was imported without being noticed")
-        if state.status in ("handled", "safe upstream"):  # unknown: install() told the user, who allowed it
+        if state.status in ("handled", "safe upstream"):  # unknown: the user allowed it
             seen = hazard.check()
             if seen:
                 failures.append(f"{hazard.name}: {seen}")

@@ -107,10 +107,11 @@ def check_prompts(prompts: Sequence[Sequence[int]], info: TargetInfo, *, max_new
                 "tokenise it with the target's own tokenizer"
             )
         if info.max_positions and len(prompt) + max_new_tokens > info.max_positions:
+            room = info.max_positions - len(prompt)
             raise DecodingError(
                 f"prompt {number} has {len(prompt)} tokens and max_new_tokens is {max_new_tokens}, but the target has "
-                f"{info.max_positions} positions; shorten the prompt or lower max_new_tokens to "
-                f"{max(info.max_positions - len(prompt), 0)}"
+                f"{info.max_positions} positions; shorten the prompt"
+                + (f" or lower max_new_tokens to {room}" if room > 0 else "")
             )
 
 

@@ -6,9 +6,11 @@ Reads files only: a run's ``recipe.toml`` and ``drafter/``, or a recipe and any 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream.config import Recipe
 from slipstream.decoding.losslessness import faults
 from slipstream.errors import ConfigError, DecodingError
 from slipstream.evaluation.display import print_result
@@ -68,12 +70,18 @@ def evaluate_path(
     result = evaluate_drafter(recipe, directory, device=device, dtype=dtype, trained_with=trained, console=console)
     print_result(result, console)
     if output is None and own:
-        output = output_path(path, overridden=bool(overrides))
+        output = output_path(path, overridden=not _same(recipe, load_recipe(path / "recipe.toml")))
     if output is not None:
         write_record(output, {**result.as_json(), **record})
         console.print(f"written: {output}", markup=False, soft_wrap=True)
     refuse_lossy(result)
     return result
+
+
+def _same(a: Recipe, b: Recipe) -> bool:
+    """Whether two recipes measure the same; where the run lies does not matter."""
+    run = replace(a.run, directory=b.run.directory)
+    return replace(a, run=run) == b
 
 
 def refuse_lossy(result: EvalResult) -> None:

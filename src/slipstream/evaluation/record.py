@@ -63,14 +63,15 @@ def circumstances(
 def output_path(run: Path, *, overridden: bool) -> Path:
     """Return where a run's evaluation is written.
 
-    ``evaluation.json``; an evaluation with other settings does not replace one that is there: it goes beside it, as
-    ``evaluation_2.json`` and so on.
+    ``evaluation.json`` is the run's own, with the run's settings; one with other settings is ``evaluation_2.json`` and
+    so on.
     """
-    path, number = run / "evaluation.json", 1
-    while overridden and path.exists():
+    if not overridden:
+        return run / "evaluation.json"
+    number = 2
+    while (run / f"evaluation_{number}.json").exists():
         number += 1
-        path = run / f"evaluation_{number}.json"
-    return path
+    return run / f"evaluation_{number}.json"
 
 
 def write_record(path: Path, tree: Mapping[str, Any]) -> None:

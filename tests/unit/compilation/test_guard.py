@@ -157,3 +157,12 @@ def test_masks_are_told_apart_by_predicate_and_by_what_it_closes_over():
     assert guard.signature(mask(5, zero)) == guard.signature(mask(5, zero.clone()))
     assert guard.signature(mask(5, zero)) == guard.signature(mask(5, two)), "tensors are inputs, not constants"
     assert guard.signature(mask(5, zero)) != guard.signature(mask(6, zero))
+
+
+def test_equal_values_of_other_types_and_strides_are_other_signatures():
+    x = torch.ones(4, 4)
+    assert guard.signature((1,)) != guard.signature((True,)) != guard.signature((1.0,))
+    assert guard.signature(x) != guard.signature(x.t().contiguous().t())
+    assert guard.signature(float("nan")) == guard.signature(float("nan"))
+    assert guard.signature(slice(0, 2)) == guard.signature(slice(0, 2))
+    assert guard.signature(torch.device("cpu")) == guard.signature(torch.device("cpu"))

@@ -284,3 +284,92 @@ def test_a_thread_that_traces_still_annotates_its_own_graph(fresh):
     """)
         == "[{'mine': 1}] [{'mine': 1}]"
     )
+
+
+def test_what_is_imported_later_and_not_known_is_refused_by_verify(fresh):
+    assert "fla.utils has no tensor_cache" in fresh("""
+        import sys, types
+        from slipstream.compilation import install, verify
+        install()
+        import importlib.util
+        import fla.utils
+        from slipstream.compilation import safety
+        from slipstream.compilation.hazards import State
+        safety._states["fla-tensor-cache"] = State("fla-tensor-cache", "unknown", "fla.utils has no tensor_cache")
+        try:
+            verify()
+        except Exception as error:
+            print(error)
+    """)
+
+
+def test_installing_while_another_thread_imports_what_is_waited_for(fresh, tmp_path):
+    """FLA imports Triton: its hook runs inside an import that install() may be waiting for."""
+    package = tmp_path / "fla"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "utils.py").write_text(
+        "import time; time.sleep(0.3); import triton; time.sleep(0.1)\nfrom collections import deque\n"
+        "def tensor_cache(fn):\n    kept = deque()\n    return fn\n"
+    )
+    assert (
+        fresh(f"""
+        import sys, threading, time, faulthandler
+        faulthandler.dump_traceback_later(60, exit=True)
+        sys.path.insert(0, {str(tmp_path)!r})
+        import torch
+        from slipstream.compilation import install, report
+        importing = threading.Thread(target=lambda: __import__("fla.utils"))
+        importing.start()
+        time.sleep(0.05)
+        install()
+        importing.join()
+        print(report()["triton-autotuner"].status)
+    """)
+        == "handled"
+    )
+
+
+def test_verify_waits_for_an_install_in_another_thread(fresh):
+    assert (
+        fresh("""
+        import threading
+        from slipstream.compilation import install, verify
+        failures = []
+        def look():
+            try:
+                verify()
+            except Exception as error:
+                failures.append(f"{type(error).__name__}: {error}")
+        first = threading.Thread(target=install)
+        first.start()
+        threads = [threading.Thread(target=look) for _ in range(4)]
+        [t.start() for t in threads], [t.join() for t in threads], first.join()
+        print({f for f in failures if "has not been called" not in f})
+    """)
+        == "set()"
+    )
+
+
+def test_verify_does_not_wait_for_kernels_that_are_being_tuned(fresh):
+    assert (
+        fresh("""
+        import threading, time, triton, torch._inductor.runtime.triton_heuristics
+        from slipstream.compilation import install, verify
+        from slipstream.compilation.locks import tuning_lock
+        install()
+        held, done = threading.Event(), threading.Event()
+        def tune():
+            with tuning_lock(-1):
+                held.set()
+                done.wait(60)
+        thread = threading.Thread(target=tune)
+        thread.start()
+        held.wait()
+        began = time.monotonic()
+        verify()
+        done.set()
+        print(time.monotonic() - began < 5)
+    """)
+        == "True"
+    )

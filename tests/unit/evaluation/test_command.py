@@ -98,7 +98,9 @@ def test_a_run_tells_what_it_was_trained_with(tmp_path: Path) -> None:
 
 
 def test_other_settings_do_not_replace_an_evaluation(tmp_path: Path) -> None:
-    assert output_path(tmp_path, overridden=True).name == "evaluation.json"
+    assert output_path(tmp_path, overridden=True).name == "evaluation_2.json", (
+        "also before there is one of the run's own"
+    )
     (tmp_path / "evaluation.json").touch()
     assert output_path(tmp_path, overridden=True).name == "evaluation_2.json"
     (tmp_path / "evaluation_2.json").touch()
