@@ -7,6 +7,7 @@ variable or a stance, a recompile limit, a graph break).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -27,6 +28,8 @@ _steady: list[bool] = []  # empty: shapes may still be new; else [strict]
 _late: dict[str, int] = {}
 _KEPT = "_slipstream_signature"
 _describe: dict[type, Callable[[Any], Any]] = {}
+_mask_numbers: dict[Any, tuple[str, int]] = {}
+_numbers = itertools.count()
 
 
 def shapes_are_final(*, strict: bool) -> None:
@@ -92,7 +95,9 @@ def _mask(mask: Any) -> Any:
     """Return a block mask's part of the signature, kept on the mask: it is refreshed in place, not made anew."""
     kept = mask.__dict__.get(_KEPT)
     if kept is None or kept[0] is not mask.mask_mod:
-        kept = (mask.mask_mod, (tuple(mask.shape), mask.BLOCK_SIZE, _closure(mask.mask_mod)))
+        found = (tuple(mask.shape), mask.BLOCK_SIZE, _closure(mask.mask_mod))
+        # A number in its place: the whole of it would be hashed at every call.
+        kept = (mask.mask_mod, _mask_numbers.setdefault(found, ("mask", next(_numbers))))
         mask.__dict__[_KEPT] = kept
     return kept[1]
 
@@ -211,9 +216,17 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, block_mask: Any) -> Tenso
 
 def _attend_key(query: Any, key: Any, value: Any, block_mask: Any) -> Any:
     """Return what ``_attend`` depends on; value is as key is."""
-    needs = query.requires_grad, key.requires_grad
-    strides = query.stride(), key.stride(), value.stride()
-    return (query.shape, key.shape, strides, query.dtype, query.get_device(), needs, signature(block_mask))
+    return (
+        query.shape,
+        key.shape,
+        query.stride(),
+        key.stride(),
+        query.dtype,
+        query.get_device(),
+        query.requires_grad,
+        key.requires_grad,
+        signature(block_mask),
+    )
 
 
 def compiled_flex_attention() -> FirstCallAlone:

@@ -53,7 +53,8 @@ def install(*, allow_unknown: bool = False) -> Report:
 
     Idempotent and thread-safe; call it before or after any of them is imported, at any time, in any thread. torch,
     dynamo and inductor are imported; Triton and FLA are made safe when they are. Feature tests decide, not version
-    numbers: what is safe upstream is left alone. Settings of torch that the calling thread has assigned become every thread's.
+    numbers: what is safe upstream is left alone. Settings of torch that the calling thread has assigned become every
+    thread's.
 
     Raises CompilationError for a version whose code is not as the fix expects, naming it; with ``allow_unknown`` that
     hazard is left open and reported as unknown.
