@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream import __version__
-from slipstream.cli_parts import Parser, add_command, console, given_path, given_recipe
+from slipstream.cli_parts import Parser, add_command, console, given_path, given_recipe, too_long
 from slipstream.cli_tools import TOOLS, add_tools
 from slipstream.errors import ConfigError, SlipstreamError
 
@@ -317,6 +317,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough (`| head`); the interpreter's own flush must not complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        return too_long(error)
     except KeyboardInterrupt:
         print("slipstream: interrupted", file=sys.stderr)
         return 130

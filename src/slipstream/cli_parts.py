@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -76,3 +78,13 @@ def given_path(value: str | None, option: str) -> Path | None:
     if value == "":
         raise ConfigError(f"{option} is empty (a variable that is not set?); give a path or leave {option} out")
     return None if value is None else Path(value)
+
+
+def too_long(error: OSError) -> int:
+    """Tell in one line of a path that no disk takes, and return exit code 2; raise any other error again."""
+    if error.errno != errno.ENAMETOOLONG:
+        raise error
+    print(
+        f"slipstream: {str(error.filename)[:60]}... is longer than a path may be; give a shorter one", file=sys.stderr
+    )
+    return 2

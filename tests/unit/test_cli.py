@@ -225,3 +225,16 @@ def test_every_command_has_a_dry_run() -> None:
         arguments = {"quickstart": [], "export": ["run", "--to", "x"]}.get(command, ["r.toml"])
         args, _ = parser.parse_known_args([command, *arguments, "--dry-run"])
         assert args.dry_run
+
+
+@pytest.mark.parametrize(
+    "arguments", [["evaluate", "x" * 300], ["quickstart", "--resume", "--run.directory", "x" * 300]]
+)
+def test_a_path_that_no_disk_takes_is_one_line(arguments, capsys):
+    assert main(arguments) == 2
+    assert "longer than a path may be" in capsys.readouterr().err
+
+
+def test_an_empty_path_is_not_taken_for_one_that_was_left_out(tmp_path, capsys):
+    assert main(["evaluate", str(tmp_path), "--output", ""]) == 2
+    assert "--output is empty" in capsys.readouterr().err

@@ -74,7 +74,14 @@ def print_result(result: EvalResult, console: Console) -> None:
     by_position = "  ".join(f"{share:.3f}" for share in result.acceptance_by_position)
     console.print(f"acceptance by position (cumulative): {by_position}", markup=False)
     console.print(f"mean over responses: tau {result.tau_per_response:.3f}", markup=False)
-    if (every := result.details.get("tau_all_passes")) is not None and result.details.get("cut_passes"):
+    if result.details.get("cut_passes_counted"):
+        console.print(
+            "every pass was cut by eos or the token limit, so tau counts cut passes and is too low: use other prompts "
+            "or raise evaluation.max_new_tokens",
+            style="yellow",
+            soft_wrap=True,
+        )
+    elif (every := result.details.get("tau_all_passes")) is not None and result.details.get("cut_passes"):
         console.print(
             f"with the {result.details['cut_passes']} last passes that eos or the token limit cut: tau {every:.3f}",
             markup=False,

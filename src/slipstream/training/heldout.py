@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.config import DataConfig, Recipe
 from slipstream.data.conversations import read_conversations
@@ -24,7 +24,17 @@ if TYPE_CHECKING:
 _COMPARED_PROMPTS = 10_000
 
 
-def heldout_prompts(recipe: Recipe, target: Target) -> list[list[int]]:
+class Described(Protocol):
+    """What prompts are rendered and checked with; a ``Target`` is one."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def info(self) -> TargetInfo: ...
+
+
+def heldout_prompts(recipe: Recipe, target: Described) -> list[list[int]]:
     """Return the ids of the first ``training.evaluate_prompts`` held-out prompts; there may be none.
 
     They are checked now, not hours later. Raises DataError, DecodingError, and TrainingError where ``evaluate_every``
@@ -41,7 +51,7 @@ def heldout_prompts(recipe: Recipe, target: Target) -> list[list[int]]:
     return read_prompts(recipe, target, training.evaluate_prompts)
 
 
-def read_prompts(recipe: Recipe, target: Target, limit: int) -> list[list[int]]:
+def read_prompts(recipe: Recipe, target: Described, limit: int) -> list[list[int]]:
     """Return the ids of the first ``limit`` (0: all) conversations of ``data.heldout``, as a server prefills them.
 
     They are checked now, not hours later: raises DataError, and DecodingError for a prompt that leaves no room for

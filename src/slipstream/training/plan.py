@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +15,22 @@ from slipstream.drafter.config import DrafterConfig
 from slipstream.drafter.store import parameter_shapes
 from slipstream.target.description import describe_target
 from slipstream.target.features import validate_layer_ids
+from slipstream.target.model import TargetInfo
 from slipstream.target.source import resolve_dtype
 from slipstream.training.hardware import resolve_attention, resolve_device, resolve_precision
+from slipstream.training.heldout import heldout_prompts, overlap
 from slipstream.training.session import resolve_anchors, resolve_drafter, resolve_steps
 from slipstream.training.step import resolve_step_settings
 
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class _Described:
+    """Tokenizer and description of a target whose weights are not loaded."""
+
+    tokenizer: Any
+    info: TargetInfo
 
 
 def plan(recipe: Recipe) -> dict[str, Any]:
@@ -43,6 +54,7 @@ def plan(recipe: Recipe) -> dict[str, Any]:
     )
     parameters = sum(math.prod(shape) for shape in parameter_shapes(config).values())
     steps = resolve_steps(training, len(dataset))
+    prompts = heldout_prompts(recipe, _Described(tokenizer, info))
     report = dataset.report
     memory = memory_estimate(
         training,
@@ -80,6 +92,9 @@ def plan(recipe: Recipe) -> dict[str, Any]:
         "steps": "until the time is used up" if steps is None else f"{steps:,}",
         "schedule": f"{training.schedule}, peak {training.learning_rate:g}, warm-up {training.warmup_ratio:.0%}",
     }
+    out["held-out prompts"] = f"{len(prompts):,} decoded while training" if prompts else "none decoded while training"
+    if (warning := overlap(recipe.data, tokenizer, info, dataset)) is not None:
+        out["warning"] = warning.removeprefix("warning: ")
     if training.max_minutes > 0:
         out["time limit"] = f"{training.max_minutes:g} minutes"
     for name, size in memory.items():

@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.config import TrainingConfig
 from slipstream.drafter.config import DrafterConfig
+from slipstream.errors import DataError
 from slipstream.training.plan import memory_estimate, plan
 from support.tiny_run import make_inputs, tiny_recipe
 
@@ -80,3 +81,12 @@ def test_the_plan_of_a_hub_id_downloads_no_weights(tmp_path: Path, monkeypatch: 
     shown = plan(tiny_recipe(tmp_path, tmp_path / "run", target__path="owner/model"))
     assert not [p for p in asked if p.endswith((".safetensors", ".bin"))]
     assert shown["target digest"] == "known once the weights are downloaded"
+
+
+def test_the_plan_reads_the_held_out_prompts(tmp_path: Path):
+    make_inputs(tmp_path)
+    told = plan(tiny_recipe(tmp_path, tmp_path / "run", data__heldout=tmp_path / "train.jsonl"))
+    assert told["held-out prompts"] == "2 decoded while training"
+    assert "20 of 20 held-out prompts" in told["warning"]
+    with pytest.raises(DataError, match=r"missing\.jsonl"):
+        plan(tiny_recipe(tmp_path, tmp_path / "run", data__heldout=tmp_path / "missing.jsonl"))
