@@ -100,8 +100,12 @@ def _header(stream: BinaryIO) -> tuple[Bundle, list[dict[str, Any]]]:
     try:
         told = json.loads(line)
         sections = [{"name": s["name"], "bytes": int(s["bytes"]), "sha256": s["sha256"]} for s in told["sections"]]
-        names = ("environment", "work", "about", "created")
-        return Bundle(**{name: told[name] for name in names}), sections
+        kinds = {"environment": dict, "work": dict, "about": dict, "created": str}
+        if any(not isinstance(told[name], kind) for name, kind in kinds.items()):
+            raise TypeError
+        if any(s["bytes"] < 0 or not isinstance(s["name"], str) for s in sections):
+            raise ValueError
+        return Bundle(**{name: told[name] for name in kinds}), sections
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedBundle(f"its header cannot be read ({type(error).__name__})") from None
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import io
+import lzma
 import os
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -197,10 +199,15 @@ def _unpack(file: Path, console: Console) -> None:
                     ) from None
     except OSError as error:
         raise CompilationError(f"the pack {file} cannot be read ({error.strerror or error})") from None
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+    except (
+        *(zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, lzma.LZMAError),
+        *(EOFError, NotImplementedError, RuntimeError, ValueError),
+    ) as error:
         raise CompilationError(
             f"{file} is not a whole pack ({error}); nothing was placed; copy it again, or pack it again"
         ) from None
+    if not bundles:
+        raise CompilationError(f"the pack {file} holds no bundle; pack it again")
     for bundle in bundles:
         # The key decides the name, never the pack.
         known = (directory() / file_name(bundle.environment, bundle.work)).exists()
@@ -224,9 +231,9 @@ def _chosen(where: Path, *, elsewhere: bool, days: float | None) -> Iterator[_Ch
     for path in _bundles(where):
         try:
             head = read_bundle(path)
-        except FileNotFoundError:  # gone meanwhile
+        except OSError:  # gone meanwhile, or not to be read: nothing is known of it
             continue
-        except (OSError, DamagedBundle) as error:
+        except DamagedBundle as error:
             yield _Choice(path, f"damaged: {error}")
             continue
         if days is not None and _days(head.created) > days:
@@ -244,7 +251,17 @@ def _environments() -> list[Fields]:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [environment("cpu"), *(environment(torch.device("cuda", index)) for index in range(count))]
+    if not count and os.environ.get("CUDA_VISIBLE_DEVICES") is not None:
+        raise CompilationError(
+            "--elsewhere cannot tell which bundles are this machine's: CUDA_VISIBLE_DEVICES hides its GPUs; unset it"
+        )
+    found = [environment("cpu"), *(environment(torch.device("cuda", index)) for index in range(count))]
+    if any(e["driver"] is None for e in found[1:]):
+        raise CompilationError(
+            "--elsewhere cannot tell which bundles are this machine's: nvidia-smi does not name the driver; mend that, "
+            "or prune by --older-than"
+        )
+    return found
 
 
 def _prune(args: argparse.Namespace, console: Console) -> None:
@@ -252,17 +269,16 @@ def _prune(args: argparse.Namespace, console: Console) -> None:
         raise ConfigError("cache prune was not told what to remove; give --elsewhere, --older-than DAYS, or both")
     if args.older_than is not None and not args.older_than >= 0:
         raise ConfigError(f"--older-than is {args.older_than:g}; give a number of days, 0 or more")
-    where, removed = directory(), 0
+    where, removed, stuck = directory(), 0, []
     for choice in list(_chosen(where, elsewhere=args.elsewhere, days=args.older_than)):
         size = choice.path.stat().st_size if choice.path.exists() else 0
-        removed += 1
         if not args.dry_run:
             try:
                 choice.path.unlink(missing_ok=True)
             except OSError as error:
-                raise CompilationError(
-                    f"{choice.path} cannot be removed ({error.strerror or error}); see who owns {where}"
-                ) from None
+                stuck.append(f"{choice.path.name} ({error.strerror or error})")
+                continue
+        removed += 1
         _say(
             console, f"{'would remove' if args.dry_run else 'removed'} {choice.path.name}, {_size(size)}: {choice.why}"
         )
@@ -272,5 +288,7 @@ def _prune(args: argparse.Namespace, console: Console) -> None:
                 pass
         except OSError as error:
             raise cannot_write(where, error) from None
+    if stuck:
+        raise CompilationError(f"in {where} these cannot be removed: {', '.join(stuck)}; remove them by hand")
     if not removed:
         _say(console, f"nothing to remove in {where}")

@@ -61,11 +61,21 @@ def run(args: argparse.Namespace, console: Console) -> int:
     Raises CompilationError for a workload that cannot run here and for numbers that would test nothing. torch is
     loaded only to look for a GPU, if no device is given: the work is done in child processes.
     """
-    for name, least in (("rounds", 1), ("threads", 2), ("seconds", 1), ("hang", 1)):
+    for name, least, most in (
+        ("rounds", 1, 10**6),
+        ("threads", 2, 1024),
+        ("seconds", 1, 10**7),
+        ("hang", 1, 10**5),
+        ("seed", 0, 2**63 - 1),
+    ):
         value = getattr(args, name)
-        if value is not None and value < least:
-            raise CompilationError(f"--{name} {value:g} tests nothing; give at least {least}")
+        if value is not None and not least <= value <= most:  # false for nan too
+            raise CompilationError(f"--{name} is {value:g}; give {least} to {most}")
     device = args.device or _device()
+    if device == "cuda" and _device() != "cuda":
+        raise CompilationError("--device is cuda, but torch sees no GPU here; leave it out, or see `slipstream doctor`")
+    if args.json is not None:
+        _touch(args.json)  # now, not after all the rounds
     works = _chosen(args.workload, device, console)
     guards = {"on": (True,), "off": (False,), "both": (True, False)}[args.guard]
     hang = args.hang or (60.0 if device == "cpu" else 180.0)
@@ -107,6 +117,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return 0 if clean else 1
 
 
+def _touch(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise CompilationError(f"--json {path} cannot be written: {error.strerror}; name another file") from None
+
+
 def _device() -> str:
     import torch
 
@@ -146,5 +164,4 @@ def _write(args: argparse.Namespace, device: str, rows: list[Row], clean: bool) 
         "seed": args.seed,
         "rows": [row.figures() for row in rows],
     }
-    args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

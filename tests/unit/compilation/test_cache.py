@@ -210,3 +210,53 @@ def test_prune_in_a_directory_that_cannot_be_changed_is_one_line(monkeypatch: py
     monkeypatch.setattr(Path, "unlink", refuse)
     with pytest.raises(CompilationError, match="cannot be removed"):
         ask("prune", "--older-than", "30")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA])
+def test_a_pack_that_was_packed_again_and_damaged_is_one_line(tmp_path: Path, method: int) -> None:
+    content = put().read_bytes()
+    pack = tmp_path / "again.zip"
+    with zipfile.ZipFile(pack, "w", method) as out:
+        out.writestr("one.bundle", content)
+    raw = bytearray(pack.read_bytes())
+    raw[60:90] = bytes(b ^ 0xFF for b in raw[60:90])
+    pack.write_bytes(bytes(raw))
+    with pytest.raises(CompilationError, match="again"):
+        ask("unpack", str(pack))
+
+
+def test_an_empty_pack_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "empty.zip", "w"):
+        pass
+    with pytest.raises(CompilationError, match="holds no bundle"):
+        ask("unpack", str(tmp_path / "empty.zip"))
+
+
+@pytest.mark.parametrize("changes", [{"environment": [1, 2]}, {"created": 5}, {"about": "x"}])
+def test_a_sealed_header_of_the_wrong_types_is_damage_and_stops_nothing(changes: dict[str, Any]) -> None:
+    good, bad = put("one"), put("two")
+    made = read_bundle(bad)
+    for name, value in changes.items():
+        object.__setattr__(made, name, value)
+    bad.write_bytes(files.encode(made))
+    text = ask("list")
+    assert f"{bad.name}: its header cannot be read" in text
+    assert good.stem in text
+
+
+def test_prune_goes_on_past_what_cannot_be_removed() -> None:
+    old = put("old", days=9)
+    blocked = files.directory() / "a.bundle.damaged"
+    blocked.mkdir()
+    (blocked / "x").touch()
+    with pytest.raises(CompilationError, match=r"cannot be removed: a\.bundle\.damaged"):
+        ask("prune", "--older-than", "5")
+    assert not old.exists()
+
+
+def test_elsewhere_is_refused_where_the_gpus_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = put(gpu="A GPU")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(CompilationError, match="CUDA_VISIBLE_DEVICES hides"):
+        ask("prune", "--elsewhere")
+    assert path.exists()

@@ -175,3 +175,20 @@ def test_some_real_rounds_of_the_tuner(tmp_path):
     on, off = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["rows"]
     assert (on["rounds"], on["bad"], on["tunings_per_key"]) == (3, 0, 1.0)
     assert off["bad"] == 3  # the test can fail
+
+
+@pytest.mark.parametrize(
+    "given", [("--hang", "nan"), ("--hang", "1e300"), ("--seed", "9" * 26), ("--threads", "1"), ("--device", "cuda")]
+)
+def test_numbers_and_devices_that_test_nothing_are_one_line(monkeypatch, given):
+    import torch
+
+    if given[0] == "--device" and torch.cuda.is_available():
+        given = ("--rounds", "0")
+    with pytest.raises(CompilationError, match=given[0]):
+        run(monkeypatch, lambda _: [], *given)
+
+
+def test_a_json_file_that_cannot_be_written_is_told_before_the_rounds(monkeypatch, tmp_path):
+    with pytest.raises(CompilationError, match="cannot be written"):
+        run(monkeypatch, lambda _: pytest.fail("rounds were played"), "--device", "cpu", "--json", str(tmp_path))
