@@ -69,9 +69,11 @@ def _apply() -> None:
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if not _allowed.depth:
-            local = sys._getframe(1).f_locals
-            if "query" in local and "key" in local:
-                refuse_eager_flex(local["query"], local["key"])
+            frame = sys._getframe(1)
+            while frame is not None and frame.f_code is not flex.flex_attention.__code__:
+                frame = frame.f_back  # type: ignore[assignment]
+            if frame is not None:
+                refuse_eager_flex(frame.f_locals["query"], frame.f_locals["key"])
             raise CompilationError("flex_attention was called uncompiled; compile it with fullgraph=True")
         return setup(*args, **kwargs)
 
