@@ -16,17 +16,14 @@ import threading
 from typing import Any
 
 from slipstream.compilation.hazards import Hazard
-from slipstream.compilation.locks import PROBE, current_device, tuning_lock
+from slipstream.compilation.locks import DEVICE, PROBE, tuning_device, tuning_lock
 
 _MODULE = "triton.runtime.autotuner"
 _SHARED = "_slipstream_shared"
-_DEVICE = "_slipstream_device"  # set on a check's own tuner, which waits for no real tuning
 
 
 class _Local(threading.local):
     """A thread-local that copies and pickles as an empty one, since tuners are copied."""
-
-    tuning: tuple[Any, ...] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_Local, ())
@@ -123,9 +120,7 @@ def _apply() -> None:
 
     @functools.wraps(bench)
     def bench_once(self: Any, *args: Any, config: Any, **meta: Any) -> Any:
-        device = self.__dict__.get(_DEVICE, None)
-        if device is None:
-            device = current_device()
+        device = tuning_device(self)
         place = (device, tuning_key(self, meta))
         shared = self.__dict__.setdefault(_SHARED, _Shared())
         if mark.__get__(self) is None:
@@ -188,7 +183,7 @@ def _check() -> str:
 
     configs = [triton.Config({}, num_warps=w) for w in (1, 2)]
     tuner = _tuner()(_Kernel(), ["x"], configs, ["x"], None, None, do_bench=do_bench)
-    setattr(tuner, _DEVICE, PROBE)
+    setattr(tuner, DEVICE, PROBE)
     tuner.cache[(2,)] = configs[0]  # what the other call finds tuned
     failures: list[str] = []
 

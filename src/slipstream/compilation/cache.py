@@ -35,6 +35,18 @@ from slipstream.errors import CompilationError, ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+# What zipfile and its decompressors raise for a file that is no zip, was cut or changed, or is of an unknown kind.
+_UNREADABLE_ZIP = (
+    zipfile.BadZipFile,
+    zipfile.LargeZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``list``, ``pack FILE``, ``unpack FILE`` and ``prune`` with their options. Loads no torch."""
@@ -199,10 +211,7 @@ def _unpack(file: Path, console: Console) -> None:
                     ) from None
     except OSError as error:
         raise CompilationError(f"the pack {file} cannot be read ({error.strerror or error})") from None
-    except (
-        *(zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, lzma.LZMAError),
-        *(EOFError, NotImplementedError, RuntimeError, ValueError),
-    ) as error:
+    except _UNREADABLE_ZIP as error:
         raise CompilationError(
             f"{file} is not a whole pack ({error}); nothing was placed; copy it again, or pack it again"
         ) from None

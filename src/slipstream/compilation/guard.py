@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("slipstream.compilation")
 _lock = threading.Lock()
 _flex: list[FirstCallAlone] = []
-_steady: list[bool] = []  # empty: shapes may still be new; else [strict]
+_final: bool | None = None  # None: shapes may still be new; else whether a new one is an error
 _late: dict[str, int] = {}
 _KEPT = "_slipstream_signature"
 _describe: dict[type, Callable[[Any], Any]] = {}
@@ -37,12 +37,14 @@ def shapes_are_final(*, strict: bool) -> None:
 
     For the whole process. A run says so after its first step. Thread-safe.
     """
-    _steady[:] = [strict]
+    global _final
+    _final = strict
 
 
 def shapes_may_change() -> None:
     """Take ``shapes_are_final`` back and forget the counts. Thread-safe."""
-    _steady.clear()
+    global _final
+    _final = None
     _late.clear()
 
 
@@ -114,8 +116,8 @@ class FirstCallAlone:
     """A function compiled anew for each static signature, whose first call is made under one lock of the process.
 
     Thread-safe. Later calls take no lock. Each signature has a compiled object and a code object of its own: no shape
-    is checked against the guards of another, and torch's recompile limit is never met. The lock is not held across a
-    backward pass, and not while another thread's later calls run.
+    is checked against the guards of another, and shapes alone never meet torch's recompile limit. The lock is
+    not held across a backward pass, and not while another thread's later calls run.
     """
 
     def __init__(self, function: Callable[..., Any], *, key: Callable[..., Any] | None = None, **options: Any) -> None:
@@ -166,10 +168,11 @@ class FirstCallAlone:
             return result
 
     def _meet_late_shape(self, key: Any) -> None:
-        if not _steady:
+        strict = _final
+        if strict is None:
             return
         what = f"{self.name} meets a new signature after the shapes were said to be final: {key[0]}"
-        if _steady[0]:
+        if strict:
             raise CompilationError(f"{what}; it would be compiled again. Keep shapes fixed, or set strict off")
         _late[self.name] = _late.get(self.name, 0) + 1
         log.warning("%s (number %d)", what, _late[self.name])

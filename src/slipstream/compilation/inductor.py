@@ -15,11 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from slipstream.compilation.hazards import Hazard
-from slipstream.compilation.locks import PROBE, current_device, tuning_lock
+from slipstream.compilation.locks import DEVICE, PROBE, tuning_device, tuning_lock
 
 _MODULE = "torch._inductor.runtime.triton_heuristics"
 _SETTLED = "_slipstream_settled"
-_DEVICE = "_slipstream_device"  # set on the check's stub, which waits for no real tuning
 
 
 def _tuner() -> Any:
@@ -41,7 +40,7 @@ def _apply() -> None:
     def first_run_alone(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.__dict__.get(_SETTLED) and len(self.launchers) == 1:
             return run(self, *args, **kwargs)
-        with tuning_lock(self.__dict__.get(_DEVICE) or current_device()):
+        with tuning_lock(tuning_device(self)):
             result = run(self, *args, **kwargs)
             self.__dict__[_SETTLED] = True
             return result
@@ -57,7 +56,7 @@ def _check() -> str:
     class Stub(_tuner()):  # type: ignore[misc]
         def __init__(self) -> None:
             self.launchers: list[Any] = []
-            setattr(self, _DEVICE, PROBE)
+            setattr(self, DEVICE, PROBE)
             self.inductor_meta: dict[str, Any] = {}
             self.triton_meta: dict[str, Any] = {"signature": {}}
             self.fn = SimpleNamespace(__name__="stub")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
+from typing import Any
 
 _guard = threading.Lock()
 _tuning: defaultdict[int, threading.RLock] = defaultdict(threading.RLock)
@@ -18,7 +19,14 @@ def current_device() -> int:
     return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
 
-PROBE = -2  # no device: what only a check tunes
+PROBE = -2  # no device: what only a check tunes, so that it waits for no real tuning
+DEVICE = "_slipstream_device"  # attribute of a check's own tuner: PROBE
+
+
+def tuning_device(tuner: Any) -> int:
+    """Return where a tuner tunes: the calling thread's device, or what a check has set on it."""
+    device: int | None = tuner.__dict__.get(DEVICE)
+    return current_device() if device is None else device
 
 
 def tuning_lock(device: int) -> threading.RLock:

@@ -288,10 +288,8 @@ def test_a_thread_that_traces_still_annotates_its_own_graph(fresh):
 
 def test_what_is_imported_later_and_not_known_is_refused_by_verify(fresh):
     assert "fla.utils has no tensor_cache" in fresh("""
-        import sys, types
         from slipstream.compilation import install, verify
         install()
-        import importlib.util
         import fla.utils
         from slipstream.compilation import safety
         from slipstream.compilation.hazards import State
