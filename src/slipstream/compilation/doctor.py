@@ -6,6 +6,7 @@ Nothing is looked up in a table of versions: each hazard is provoked in a fresh 
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import platform
@@ -16,14 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream import __version__
 from slipstream.compilation import doctor_places as places
+from slipstream.compilation.doctor_interview import Answer, Interview
 from slipstream.compilation.doctor_judge import judge
-from slipstream.compilation.doctor_probe import (
-    HAZARD_NAMES,
-    INSTALLED_QUESTIONS,
-    PACKAGE_QUESTIONS,
-    Answer,
-    Interview,
-)
+from slipstream.compilation.doctor_probe import HAZARD_NAMES, INSTALLED_QUESTIONS, PACKAGE_QUESTIONS
 from slipstream.compilation.safety import HAZARDS
 
 if TYPE_CHECKING:
@@ -39,10 +35,12 @@ def examine(slipstream_cache: Path, *, seconds: float = 180) -> dict[str, Any]:
     ``slipstream_cache``: where Slipstream keeps its own. ``seconds``: how long a question may go unanswered. Three
     fresh processes are asked at once; this one imports no torch. Raises CompilationError where none can be started.
     """
+    # A cache that cannot be used is one finding. Torch fails in many places for it; none of them is at fault.
+    ask = functools.partial(Interview, seconds=seconds, own_directories=places.unusable(slipstream_cache))
     with (
-        Interview("packages", PACKAGE_QUESTIONS, seconds=seconds) as packages,
-        Interview("stock", HAZARD_NAMES, seconds=seconds) as stock,
-        Interview("installed", INSTALLED_QUESTIONS, seconds=seconds) as installed,
+        ask("packages", PACKAGE_QUESTIONS) as packages,
+        ask("stock", HAZARD_NAMES) as stock,
+        ask("installed", INSTALLED_QUESTIONS) as installed,
     ):
         around = _surroundings(slipstream_cache)
         asked, before, after = packages.answers(), stock.answers(), installed.answers()
@@ -93,7 +91,7 @@ def _surroundings(slipstream_cache: Path) -> dict[str, Any]:
         "environment": places.environment(),
         "compiler": places.compiler(),
         "caches": [places.look_at(*place) for place in places.cache_places(slipstream_cache)],
-        "working_directory": places.look_at("working directory", Path.cwd(), "", count=False),
+        "working_directory": places.working_directory(),
         "shared_memory": places.shared_memory(),
     }
 

@@ -154,6 +154,7 @@ def _places(facts: dict[str, Any]) -> Found:
         if not place["writable"]:
             cure = f"{move} a directory that can be written"
             yield True, f"{_label(place)} {place['path']}: {place['why_not']}", cure
+            continue  # the disk under it is not the one that will be used
         if not place["executable"] and place["name"] in ("inductor", "Triton"):
             what = f"{_label(place)} {place['path']} is mounted noexec: what is compiled there cannot be loaded"
             yield _cuda(facts) is not None, what, f"{move} a directory on another disk"

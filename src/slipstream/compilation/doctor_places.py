@@ -40,6 +40,10 @@ def _zero(value: str) -> bool:
     return value == "0"
 
 
+def _empty(value: str | None) -> bool:
+    return value == ""
+
+
 def _yes(value: str) -> bool:
     """As Triton reads a switch."""
     return value.lower() in ("1", "true", "on", "y", "yes")
@@ -60,8 +64,8 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("CUDA_LAUNCH_BLOCKING", "note", _one, "every kernel is waited for: much slower"),
     Variable("PYTORCH_NO_CUDA_MEMORY_CACHING", "note", bool, "every tensor is allocated by the driver: much slower"),
     Variable("CUDA_VISIBLE_DEVICES", "note", lambda value: value.strip() in ("", "-1"), "every GPU is hidden"),
-    Variable("TORCHINDUCTOR_CACHE_DIR"),
-    Variable("TRITON_CACHE_DIR"),
+    Variable("TORCHINDUCTOR_CACHE_DIR", "bites", _empty, "an empty name is no directory to keep kernels in"),
+    Variable("TRITON_CACHE_DIR", "bites", _empty, "an empty name is no directory to keep kernels in"),
     Variable("TRITON_HOME"),
     Variable("TRITON_CACHE_AUTOTUNING"),
     Variable("SLIPSTREAM_CACHE"),
@@ -106,34 +110,66 @@ def cache_places(slipstream: Path) -> list[tuple[str, Path, str]]:
 def _inductor() -> Path:
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if given is not None:
-        return Path(os.path.abspath(given))
+        return _absolute(given)
     try:
         user = getpass.getuser()
     except (KeyError, ImportError, OSError):  # a container's user without a name
         user = f"uid_{os.getuid()}"
-    return Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
+    try:
+        temporary = tempfile.gettempdir()
+    except FileNotFoundError:  # no directory takes a file: told where the first process is to be started
+        temporary = "/tmp"
+    return Path(temporary, "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
 
 def _triton() -> Path:
     given = os.environ.get("TRITON_CACHE_DIR")
     if given is not None:
-        return Path(os.path.abspath(given))
+        return _absolute(given)
     return Path(os.environ.get("TRITON_HOME", os.path.expanduser("~/")), ".triton", "cache")
+
+
+def unusable(slipstream: Path) -> list[str]:
+    """Return the variables of torch's and Triton's caches in which nothing can be kept as things are."""
+    places = cache_places(slipstream)[:2]
+    return [variable for _, path, variable in places if _empty(os.environ.get(variable)) or _why_unwritable(path)]
+
+
+def is_there() -> bool:
+    """Whether the working directory is still there: it can be removed from under a shell."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _here() -> Path:
+    """Return the working directory; where it has been removed, the path that it had."""
+    return Path.cwd() if is_there() else Path(os.readlink("/proc/self/cwd").removesuffix(" (deleted)"))
+
+
+def _absolute(path: str | Path) -> Path:
+    return Path(os.path.normpath(_here() / path))
 
 
 def _nearest(path: Path) -> Path:
     """Return the path itself or the nearest one above it that is there."""
-    path = Path(os.path.abspath(path))
+    path = _absolute(path)
     return next(p for p in (path, *path.parents) if os.path.lexists(p))
 
 
 def _why_unwritable(path: Path) -> str:
-    """Write a nameless file, or look whether the directory could be made; return what is in the way, or nothing."""
+    """Write a nameless file, or make a directory where this one would be; return what is in the way, or nothing."""
     there = _nearest(path)
     if not there.is_dir():
         return f"{there} is not a directory"
-    if there != Path(os.path.abspath(path)):
-        return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
+    if there != _absolute(path):
+        try:  # no look at permissions: root has them all, and /proc still takes nothing
+            tempfile.TemporaryDirectory(prefix=".slipstream-", dir=there).cleanup()
+        except OSError as error:
+            return f"{there} cannot be written ({error.strerror or error})"
+        return ""
     try:
         with tempfile.TemporaryFile(dir=there) as stream:
             stream.write(b"x")
@@ -187,6 +223,14 @@ def look_at(name: str, path: Path, variable: str, *, seconds: float = 3, count: 
         "total_bytes": usage.total,
         "filesystem": there.stat().st_dev,
     }
+
+
+def working_directory() -> dict[str, Any]:
+    """Return the state of the working directory, as ``look_at`` does; it may have been removed."""
+    found = look_at("working directory", _here(), "", count=False)
+    if not is_there():
+        found.update(exists=False, writable=False, why_not="it has been removed since this shell went there")
+    return found
 
 
 def shared_memory(path: Path = Path("/dev/shm")) -> dict[str, Any] | None:

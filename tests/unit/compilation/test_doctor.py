@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,11 @@ def fake(directory: Path, package: str, code: str) -> None:
     (directory / package / "__init__.py").write_text(code, encoding="utf-8")
 
 
+def but_this_machines(found: dict[str, Any]) -> list[dict[str, str]]:
+    """Return the problems without those that the machine of the test may have of its own."""
+    return [p for p in found["problems"] if not re.search(" GiB free for | is not installed", p["what"])]
+
+
 @pytest.mark.slow
 def test_one_object_with_stable_keys(tmp_path: Path) -> None:
     done = doctor(tmp_path, "--json", SLIPSTREAM_CACHE=str(tmp_path / "cache"))
@@ -56,6 +63,49 @@ def test_compilation_switched_off_bites(tmp_path: Path) -> None:
     assert "unset TORCH_COMPILE_DISABLE" in done.stdout
     assert "fx-modules" in done.stdout
     assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_caches_that_cannot_be_used_are_the_only_causes_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    bad = {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file"),
+        "TRITON_CACHE_DIR": "/proc/x",
+        "SLIPSTREAM_CACHE": str(tmp_path / "file" / "deeper"),
+    }
+    done = doctor(tmp_path, "--json", **bad)
+    found = json.loads(done.stdout)
+    assert done.returncode == 1
+    told = but_this_machines(found)
+    assert [p["cure"] for p in told] == [f"set {name} to a directory that can be written" for name in bad]
+    for problem, path in zip(told, bad.values(), strict=True):
+        assert path in problem["what"]
+    assert found["compile"] == {"compiled": True, "failed": ""}
+    assert all(hazard["held"] for hazard in found["hazards"])
+    assert found["verify"] == {"held": True, "detail": ""}
+
+
+@pytest.mark.slow
+def test_a_working_directory_that_was_removed_is_the_only_cause_named(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    leave = f"import os, sys; os.rmdir({str(gone)!r}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    done = subprocess.run(
+        [sys.executable, "-c", leave, "-m", "slipstream", "doctor", "--json"],
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "TORCHINDUCTOR_CACHE_DIR": "relative"},
+        cwd=gone,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stderr == ""
+    assert done.returncode == 1
+    found = json.loads(done.stdout)
+    (problem,) = but_this_machines(found)
+    assert problem["what"] == f"the working directory {gone}: it has been removed since this shell went there"
+    assert problem["cure"].startswith("cd to")
+    assert all(hazard["held"] for hazard in found["hazards"])
 
 
 def test_a_broken_torch_is_reported_without_a_traceback(tmp_path: Path) -> None:

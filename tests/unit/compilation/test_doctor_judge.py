@@ -169,6 +169,12 @@ def test_one_cause_is_told_once() -> None:
     assert [p["what"] for p in judge(broken)[0]] == ["torch cannot be imported: no"]
 
 
+def test_a_cache_that_cannot_be_written_is_told_once_whatever_disk_is_under_it() -> None:
+    bad = place("inductor", writable=False, why_not="no", executable=False, free_bytes=0, filesystem=3)
+    (problem,) = judge(changed({"caches/0": bad}))[0]
+    assert problem["what"] == "the inductor cache /c/inductor: no"
+
+
 def test_fla_that_fails_for_want_of_triton_is_not_told_again() -> None:
     found = changed({"packages/triton/failed": "no", "packages/fla-core/failed": "no"})
     found["hazards"] += [

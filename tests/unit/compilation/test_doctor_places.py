@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from slipstream.compilation import doctor_places
-from slipstream.compilation.doctor_places import VARIABLES, cache_places, compiler, environment, look_at, shared_memory
+from slipstream.compilation.doctor_places import (
+    VARIABLES,
+    cache_places,
+    compiler,
+    environment,
+    look_at,
+    shared_memory,
+    unusable,
+)
 
 
 def test_inductor_and_triton_are_found_as_they_find_themselves(fresh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +73,43 @@ def test_a_cache_that_cannot_be_written_says_why(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(doctor_places.tempfile, "TemporaryFile", full)
     found = look_at("Triton", tmp_path, "TRITON_CACHE_DIR")
     assert (found["writable"], found["why_not"]) == (False, "No space left on device")
+
+
+def test_a_cache_where_even_root_can_make_nothing() -> None:
+    found = look_at("Triton", Path("/proc/x"), "TRITON_CACHE_DIR")
+    assert (found["exists"], found["writable"]) == (False, False)
+    assert found["why_not"].startswith("/proc cannot be written")
+
+
+def test_the_caches_that_cannot_be_used_are_known_by_their_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "new"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/x")
+    assert unusable(tmp_path) == ["TRITON_CACHE_DIR"]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    assert unusable(tmp_path) == ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_name_of_a_cache_bites(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    row = next(row for row in environment() if row["name"] == "TORCHINDUCTOR_CACHE_DIR")
+    assert (row["level"], row["cure"]) == ("bites", "unset TORCHINDUCTOR_CACHE_DIR")
+
+
+def test_a_working_directory_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor_places.working_directory()["writable"] is True
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "relative")
+    assert cache_places(Path("own"))[0][1] == gone / "relative"
+    assert look_at("Slipstream", Path("own"), "SLIPSTREAM_CACHE")["exists"] is False
+    found = doctor_places.working_directory()
+    assert (found["path"], found["exists"], found["writable"]) == (str(gone), False, False)
+    assert "removed" in found["why_not"]
 
 
 def test_a_cache_behind_a_link_that_leads_nowhere(tmp_path: Path) -> None:

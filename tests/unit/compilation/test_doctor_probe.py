@@ -1,4 +1,4 @@
-"""What a fresh process finds here, and that no import, crash or hang of it is the end of the doctor."""
+"""What a fresh process finds here, and that an import that fails is an answer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.compilation import doctor_probe
-from slipstream.compilation.doctor_probe import HAZARD_NAMES, Interview
-from slipstream.errors import CompilationError
+from slipstream.compilation.doctor_interview import Interview
+from slipstream.compilation.doctor_probe import HAZARD_NAMES
 
 
 def fake(directory: Path, package: str, code: str) -> None:
@@ -17,8 +17,8 @@ def fake(directory: Path, package: str, code: str) -> None:
     (directory / package / "__init__.py").write_text(code, encoding="utf-8")
 
 
-def ask(mode: str, names: tuple[str, ...], seconds: float = 120):
-    with Interview(mode, names, seconds=seconds) as interview:
+def ask(mode: str, names: tuple[str, ...]):
+    with Interview(mode, names, seconds=120) as interview:
         return interview.answers()
 
 
@@ -27,31 +27,6 @@ def test_a_broken_import_is_an_answer(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(str(tmp_path))
     (answer,) = ask("packages", ("torch",)).values()
     assert answer == {"failed": "ImportError: libcudart.so.13: cannot open shared object file"}
-
-
-def test_a_process_that_dies_costs_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake(tmp_path, "triton", "import os, sys; print('about to die', file=sys.stderr, flush=True); os.abort()")
-    fake(tmp_path, "transformers", "__version__ = '5'")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    answers = ask("packages", ("triton", "transformers"))
-    assert answers["triton"] == {"failed": "the process died (SIGABRT): about to die"}
-    assert answers["transformers"] == {"version": "5", "failed": ""}
-
-
-def test_a_process_that_hangs_costs_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake(tmp_path, "triton", "import time; time.sleep(600)")
-    fake(tmp_path, "fla", "__version__ = '9'")
-    (tmp_path / "fla" / "utils.py").write_text("", encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    answers = ask("packages", ("triton", "fla"), seconds=3)
-    assert answers["triton"] == {"failed": "no answer within 3 s"}
-    assert answers["fla"] == {"version": "9", "failed": ""}
-
-
-def test_what_an_import_prints_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake(tmp_path, "fla", 'print(\'{"name": "fla"}\'); import sys; sys.exit(3)')
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert ask("packages", ("fla",)) == {"fla": {"failed": "SystemExit: 3"}}
 
 
 def test_fla_is_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,15 +44,6 @@ def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_compiled_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     assert ask("packages", ("compile",)) == {"compile": {"compiled": False}}
-
-
-def test_nowhere_to_write_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(**_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(doctor_probe.tempfile, "TemporaryDirectory", full)
-    with pytest.raises(CompilationError, match=r"No space left on device.*TMPDIR"):
-        Interview("packages", ("torch",))
 
 
 def test_torch_tells_its_build_and_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
