@@ -9,17 +9,18 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.compilation import bundle_live
+from slipstream.compilation import bundle_live, triton_kernels
 from slipstream.compilation.bundle import Bundle
 from slipstream.compilation.fingerprint import work
 from slipstream.config import Recipe
 from slipstream.errors import CompilationError
+from slipstream.target.features import FeatureReader
 from slipstream.training.directory import RunDirectory
 from slipstream.training.disk import size_words
 from slipstream.training.hardware import resolve_device
@@ -62,9 +63,16 @@ def prewarm(
         if preflight is not None and recipe.training.preflight:
             preflight(run)
         run_once(run, console)
+        with triton_kernels.launched() as kernels:  # once more, now that all is tuned: these are what a run launches
+            run.target.assert_causal()
+            FeatureReader(run.target, run.config.target_layer_ids, run.recipe.target.packing)
+            if preflight is not None and recipe.training.preflight:
+                with console.capture():  # its lines have been seen
+                    preflight(run)
+            run_once(run, console)
         if (told := bundle_live.first_step_report()) is not None:
             say(told)
-        saved = save(run)
+        saved = save(run, kernels)
         say(f"{device}: {_told(saved)}; {time.monotonic() - began:.1f} s")
         del run
         gc.collect()
@@ -87,12 +95,13 @@ def run_once(run: PreparedRun, console: Console) -> None:
         torch.cuda.synchronize(run.device)
 
 
-def save(run: PreparedRun) -> tuple[Path, Bundle] | None:
+def save(run: PreparedRun, kernels: Mapping[str, Any] | None = None) -> tuple[Path, Bundle] | None:
     """Write what this process has compiled as the bundle of a run; return it, None where nothing was compiled.
 
+    ``kernels``: Triton's that the run launches (``triton_kernels.launched``).
     Raises CompilationError where it cannot be written, or where torch keeps nothing of what it compiles.
     """
-    saved = bundle_live.save(work_of(run), run.device, {"target": run.target.info.name})
+    saved = bundle_live.save(work_of(run), run.device, {"target": run.target.info.name}, kernels)
     if run.attention.kind == "flex" and (saved is None or not saved[1].about["graphs"]):
         raise CompilationError(
             "torch kept nothing of what it compiled, so that there is nothing to bundle; unset "
@@ -119,4 +128,8 @@ def _told(saved: tuple[Path, Bundle] | None) -> str:
         return "nothing was compiled or tuned, so there is nothing to keep"
     path, bundle = saved
     size = size_words(path.stat().st_size)
-    return f"{bundle.about['graphs']} graphs and {bundle.about['tuning results']} tuning results, {size}, in {path}"
+    what = bundle.about
+    return (
+        f"{what['graphs']} graphs, {what['tuning results']} tuning results and {what['kernels']} Triton kernels, "
+        f"{size}, in {path}"
+    )

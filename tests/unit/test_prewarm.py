@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,21 +76,48 @@ def test_prepare_looks_up_the_key_that_is_saved(tmp_path: Path, monkeypatch: pyt
     assert asked == [work_of(run)]
 
 
+def test_nothing_runs_on_the_target_before_the_bundle_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward tunes kernels; the bundle would come too late for them."""
+    done: list[str] = []
+    call = torch.nn.Linear.forward
+
+    def noted(self: Any, x: Any) -> Any:
+        done.append("forward")
+        return call(self, x)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", noted)
+    monkeypatch.setattr(session, "load_for_run", lambda *_, say: done.append("bundle"))
+    prepare(tiny_recipe(make_inputs(tmp_path), tmp_path / "run"), say=lambda _: None)
+    assert done[0] == "bundle"
+    assert "forward" in done  # the target was asked whether it is causal all the same
+
+
 def test_each_gpu_is_prewarmed_once_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     monkeypatch.setattr(prewarming, "resolve_device", torch.device)
 
-    def prepared(recipe: Any, *, say: Any) -> str:
+    class Run:
+        def __init__(self, recipe: Any) -> None:
+            self.recipe, self.name = recipe, recipe.run.device
+            self.config = SimpleNamespace(target_layer_ids=(1,))
+            self.target = SimpleNamespace(assert_causal=lambda: done.append(f"causal {self.name}"))
+
+    def prepared(recipe: Any, *, say: Any) -> Run:
         done.append(f"prepare {recipe.run.device}")
-        return recipe.run.device  # type: ignore[no-any-return]
+        return Run(recipe)
 
     monkeypatch.setattr(prewarming, "prepare", prepared)
-    monkeypatch.setattr(prewarming, "run_once", lambda run, console: done.append(f"run {run}"))
-    monkeypatch.setattr(prewarming, "save", lambda run: done.append(f"save {run}"))
+    monkeypatch.setattr(prewarming, "FeatureReader", lambda *_: done.append("reader"))
+    monkeypatch.setattr(prewarming, "run_once", lambda run, console: done.append(f"run {run.name}"))
+    monkeypatch.setattr(prewarming, "save", lambda run, kernels: done.append(f"save {run.name}"))
     recipe = tiny_recipe(tmp_path, tmp_path / "run")
     names = ["cuda:0", "cuda:1", "cuda:0"]
-    prewarm(recipe, console=quiet(), devices=names, preflight=lambda run: done.append(f"preflight {run}"))
-    assert done == [f"{what} cuda:{n}" for n in (0, 1) for what in ("prepare", "preflight", "run", "save")]
+    prewarm(recipe, console=quiet(), devices=names, preflight=lambda run: done.append(f"preflight {run.name}"))
+    # Twice: what is tuned in the first pass is launched in the second.
+    passes = ("prepare", "preflight", "run", "causal", "reader", "preflight", "run", "save")
+    assert done == [what if what == "reader" else f"{what} cuda:{n}" for n in (0, 1) for what in passes]
 
 
 def test_caches_that_are_switched_off_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,12 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.compilation import tuning_results
+from slipstream.compilation import triton_kernels, tuning_results
 from slipstream.compilation.bundle import (
     SUFFIX,
     Bundle,
@@ -33,7 +33,7 @@ from slipstream.compilation.fingerprint import Fields, differences, digest, envi
 
 Say = Callable[[str], None]
 
-TORCH, TUNING = "torch", "tuning"
+TORCH, TUNING, KERNELS = "torch", "tuning", "triton"
 _LEAST_ROOM = 64 << 20  # bytes that compiling may need; a disk with less counts as full
 
 _lock = threading.Lock()
@@ -42,21 +42,24 @@ _loaded: list[_Loaded] = []
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A bundle that was loaded and not yet reported on. ``before``: torch's counters at that time."""
+    """A bundle that was loaded and not yet reported on. ``before``: torch's counters and Triton's at that time."""
 
     name: str
     results: int
-    before: tuple[int, int]
+    before: tuple[int, int, int]
 
 
 # -- out of this process ----------------------------------------------------------------------------------------------
 
 
-def save(work: Fields, device: Any, about: Fields | None = None) -> tuple[Path, Bundle] | None:
+def save(
+    work: Fields, device: Any, about: Fields | None = None, kernels: Mapping[str, Any] | None = None
+) -> tuple[Path, Bundle] | None:
     """Write what this process has compiled and tuned so far as the bundle of ``work`` on ``device``.
 
-    Returns its path and the bundle; None, and writes nothing, where nothing was compiled or tuned. Raises
-    CompilationError where it cannot be written. No other thread may compile meanwhile.
+    ``kernels``: those of Triton's that a step launches, by hash (``triton_kernels.launched``). Returns its path and
+    the bundle; None, and writes nothing, where nothing was compiled or tuned. Raises CompilationError where it cannot
+    be written. No other thread may compile meanwhile.
     """
     import torch
 
@@ -65,11 +68,16 @@ def save(work: Fields, device: Any, about: Fields | None = None) -> tuple[Path, 
     if saved is None and not results:
         return None
     graphs = 0 if saved is None else len(saved[1].inductor_artifacts)
+    binaries = triton_kernels.collect(kernels or {})
     bundle = Bundle(
         environment=environment(device),
         work=work,
-        about={**(about or {}), "graphs": graphs, "tuning results": len(results)},
-        sections={TORCH: b"" if saved is None else saved[0], TUNING: tuning_results.encode(results)},
+        about={**(about or {}), "graphs": graphs, "tuning results": len(results), "kernels": len(binaries)},
+        sections={
+            TORCH: b"" if saved is None else saved[0],
+            TUNING: tuning_results.encode(results),
+            KERNELS: triton_kernels.encode(binaries),
+        },
     )
     return write_bundle(directory(), bundle), bundle
 
@@ -142,19 +150,22 @@ def _take_up(path: Path, bundle: Bundle, say: Say) -> bool:
     # What torch raises of a cache directory or an artifact that it cannot use is not written down anywhere.
     try:
         results = tuning_results.decode(bundle.sections.get(TUNING, b"[]"))
+        kernels = triton_kernels.decode(bundle.sections.get(KERNELS, b""))
         content = bundle.sections.get(TORCH, b"")
         if content and torch.compiler.load_cache_artifacts(content) is None:
             raise ValueError("torch cannot read its artifacts")
         tuning_results.restore(results)
+        triton_kernels.restore(kernels)
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         say(f"warning: the compile bundle {path} could not be loaded ({reason}); kernels are compiled anew")
         return False
+    triton_kernels.count_compiled()
     with _lock:
-        _loaded[:] = [_Loaded(path.name, len(results), graph_counts())]
+        _loaded[:] = [_Loaded(path.name, len(results), _counts())]
     say(
         f"compile bundle {path.name} of {bundle.created}: {bundle.about.get('graphs', 0)} graphs, "
-        f"{len(results)} tuning results"
+        f"{len(results)} tuning results, {len(kernels)} Triton kernels"
     )
     return True
 
@@ -165,6 +176,10 @@ def graph_counts() -> tuple[int, int]:
 
     graphs = counters["inductor"]
     return graphs["fxgraph_cache_hit"], graphs["fxgraph_cache_miss"] + graphs["fxgraph_cache_bypass"]
+
+
+def _counts() -> tuple[int, int, int]:
+    return *graph_counts(), triton_kernels.compiled()
 
 
 def first_step_report() -> str | None:
@@ -178,10 +193,10 @@ def first_step_report() -> str | None:
         if not _loaded:
             return None
         loaded = _loaded.pop()
-    hits, misses = (now - then for now, then in zip(graph_counts(), loaded.before, strict=True))
+    hits, misses, kernels = (now - then for now, then in zip(_counts(), loaded.before, strict=True))
     return (
         f"compile bundle {loaded.name}: {hits} graphs found, {misses} compiled anew; {tuning_results.restored()} of "
-        f"{loaded.results} tuning results used"
+        f"{loaded.results} tuning results used; {kernels} Triton kernels compiled anew"
     )
 
 

@@ -155,7 +155,8 @@ def _made_for(head: Bundle) -> str:
         f"{head.about.get('target', work.get('target'))}: drafter of {work.get('drafter.layers')} layers, block "
         f"{work.get('drafter.block_size')}, rows x length x anchors {work.get('rows')} x {work.get('row length')} x "
         f"{work.get('anchors')}, {work.get('precision')}, {work.get('attention')}, {work.get('device')}; "
-        f"{head.about.get('graphs', 0)} graphs, {head.about.get('tuning results', 0)} tuning results"
+        f"{head.about.get('graphs', 0)} graphs, {head.about.get('tuning results', 0)} tuning results, "
+        f"{head.about.get('kernels', 0)} Triton kernels"
     )
 
 

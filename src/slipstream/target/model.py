@@ -65,11 +65,12 @@ class TargetInfo:
 class Target:
     """A frozen causal language model with its tokenizer. Not thread-safe: one per GPU thread.
 
-    Built from a loaded model: puts it in eval mode, freezes it, and checks that it is causal.
-    Raises TargetError where its parts cannot be found or do not fit.
+    Built from a loaded model: puts it in eval mode, freezes it, and checks that it is causal, unless
+    ``check_causal`` is false: the caller then calls ``assert_causal`` before any other forward. Raises TargetError
+    where its parts cannot be found or do not fit.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, *, name: str, digest: str) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, name: str, digest: str, check_causal: bool = True) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.parts: DecoderParts = locate_decoder(model)
@@ -77,7 +78,13 @@ class Target:
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = weight.dtype
         self.info: TargetInfo = describe(model, tokenizer, self.parts, name, digest)
-        _check_fit(self)
+        self._entries = _check_fit(self)
+        if check_causal:
+            self.assert_causal()
+
+    def assert_causal(self) -> None:
+        """Run two short forwards; raise TargetError where states are not finite, or depend on later tokens."""
+        _check_causal(self, self._entries)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the decoder's embedding module at ids ``int64 [...]``, its scaling included: ``[..., H]``."""
@@ -113,9 +120,12 @@ def load_tokenizer(config: TargetConfig) -> Any:
     return read_tokenizer(local_directory(config, weights=False), config)
 
 
-def load_target(config: TargetConfig, *, device: torch.device, dtype: torch.dtype | None = None) -> Target:
+def load_target(
+    config: TargetConfig, *, device: torch.device, dtype: torch.dtype | None = None, check_causal: bool = True
+) -> Target:
     """Load the target frozen and in eval mode on ``device``; ``dtype`` overrides the setting.
 
+    ``check_causal``: see Target; without it no kernel is launched here.
     Thread-safe: loads are serialised. Raises TargetError for whatever cannot be a target: a missing path, no causal
     language model, missing or misshapen weights, no tokenizer, features that depend on later tokens.
     """
@@ -124,7 +134,7 @@ def load_target(config: TargetConfig, *, device: torch.device, dtype: torch.dtyp
         model_config = read_config(directory, config)
         tokenizer = read_tokenizer(directory, config)
         model = read_model(directory, config, model_config, device, dtype or resolve_dtype(config.dtype, device))
-    return Target(model, tokenizer, name=config.path, digest=directory_digest(directory))
+    return Target(model, tokenizer, name=config.path, digest=directory_digest(directory), check_causal=check_causal)
 
 
 def describe(model: Any, tokenizer: Any, parts: DecoderParts, name: str, digest: str) -> TargetInfo:
@@ -182,8 +192,8 @@ def _eos_ids(name: str, model: Any, config: Any, tokenizer: Any, vocab_rows: int
     return tuple(sorted(i for i in found if 0 <= i < vocab_rows))
 
 
-def _check_fit(target: Target) -> None:
-    """Refuse a target whose parts do not fit together, or whose states depend on later tokens."""
+def _check_fit(target: Target) -> int:
+    """Refuse a target whose parts do not fit together; return its tokenizer's entries."""
     info, head = target.info, target.parts.lm_head
     if head.weight.shape != (info.vocab_rows, info.hidden_size):
         raise TargetError(
@@ -192,7 +202,12 @@ def _check_fit(target: Target) -> None:
         )
     if getattr(head, "bias", None) is not None:
         raise TargetError(f"target {info.name}: its head has a bias, which the drafter's loss would ignore")
-    entries = check_tokenizer(info, target.tokenizer)
+    return check_tokenizer(info, target.tokenizer)
+
+
+def _check_causal(target: Target, entries: int) -> None:
+    """Refuse a target whose states depend on later tokens."""
+    info = target.info
     change = _change_from_later_tokens(target, entries)
     if math.isnan(change):
         cure = "set target.dtype to bfloat16 or float32" if target.dtype == torch.float16 else "its weights are damaged"

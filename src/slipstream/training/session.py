@@ -149,7 +149,8 @@ def prepare(
     device = resolve_device(recipe.run.device)
     precision = resolve_precision(training.precision, device)
     kind = resolve_attention(training.attention, device)
-    target = load_target(recipe.target, device=device)
+    # Its first forwards wait for the bundle: they would tune the target's kernels.
+    target = load_target(recipe.target, device=device, check_causal=False)
     identity = source_identity(target)
     if expected is not None:
         saved, checkpoint = expected
@@ -163,7 +164,6 @@ def prepare(
         say(f"training.anchors is {asked}, more than a row's {dataset.row_length} tokens: {training.anchors} are used")
     recipe = dataclasses.replace(recipe, training=training)
     config = resolve_drafter(recipe, target.tokenizer, target.info, dataset.used_ids)
-    # Before the reader, whose probe is the first to launch the target's kernels.
     load_for_run(
         work(
             recipe, config, target_digest=target.info.digest, row_length=dataset.row_length, precision=precision,
@@ -172,6 +172,7 @@ def prepare(
         device,
         say=say,
     )  # fmt: skip
+    target.assert_causal()
     reader = FeatureReader(target, config.target_layer_ids, recipe.target.packing)
     settings = resolve_step_settings(
         training, block_size=config.block_size, vocab_rows=config.vocab_size, precision=precision

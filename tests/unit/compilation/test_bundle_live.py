@@ -56,7 +56,7 @@ def test_a_bundle_is_loaded_and_reported_on_once() -> None:
     assert loaded
     assert path.name in lines[0]
     assert (report := bundle_live.first_step_report()) is not None
-    assert "0 graphs found, 0 compiled anew; 0 of 0 tuning results used" in report
+    assert "0 graphs found, 0 compiled anew; 0 of 0 tuning results used; 0 Triton kernels compiled anew" in report
     assert bundle_live.first_step_report() is None
 
 
