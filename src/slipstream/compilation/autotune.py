@@ -98,6 +98,18 @@ def _all_names(code: Any) -> set[str]:
     return found
 
 
+class _TunedMeanwhile(BaseException):
+    """Ends a tuning before its first timing: another thread has just tuned that key. Never leaves ``run``."""
+
+
+def _runs(tuner: Any, run: Any) -> bool:
+    """Whether the calling thread is in the tuner's ``run``; ``_bench`` may be called from elsewhere as well."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not (frame.f_code is run.__code__ and frame.f_locals["self"] is tuner):
+        frame = frame.f_back
+    return frame is not None
+
+
 def _apply() -> None:
     tuner = _tuner()
     run, bench = tuner.run, tuner._bench
@@ -108,7 +120,10 @@ def _apply() -> None:
     @functools.wraps(run)
     def run_in_this_thread(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return run(self, *args, **kwargs)
+            try:
+                return run(self, *args, **kwargs)
+            except _TunedMeanwhile:
+                return run(self, *args, **kwargs)  # finds the choice in the cache
         finally:
             if _SHARED in self.__dict__ and (place := mark.__get__(self)) is not None:
                 mark.__set__(self, None)
@@ -126,8 +141,13 @@ def _apply() -> None:
         if mark.__get__(self) is None:
             mark.__set__(self, place)
             with shared.lock:
+                # ``run`` has looked in the cache before. Whoever tuned since has left its choice there, and its
+                # timings are gone: to time again would put another choice in place of one that is in use.
+                late = place not in shared.threads and place[1] in self.cache
                 shared.threads[place] = shared.threads.get(place, 0) + 1
                 shared.timings.setdefault(place, {})
+            if late and _runs(self, run_in_this_thread):
+                raise _TunedMeanwhile
         timings = shared.timings[place]
         with tuning_lock(device):
             # id: configurations compare by value, and two that are equal may be told apart by their hooks.

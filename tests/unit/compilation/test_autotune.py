@@ -107,6 +107,67 @@ def test_an_error_while_tuning_reaches_one_thread_and_the_others_go_on(fresh):
     )
 
 
+LATE = """
+    benches, looked, tuned = [], threading.Event(), threading.Event()
+    def bench(call, quantiles=None):
+        call()
+        benches.append(threading.current_thread().name)
+        return [float(9 - len(benches))] * 3  # the last one that is timed is the fastest
+    def prune(configs, nargs, **kwargs):  # between the look in the cache and the first timing
+        if threading.current_thread().name == "late":
+            looked.set()
+            tuned.wait(60)
+            return configs[::-1]
+        return configs
+    failures = []
+    def work():
+        try:
+            tuner.run(7)
+        except BaseException as error:
+            failures.append(f"{type(error).__name__}: {error}")
+    pruned = {"early_config_prune": prune}
+    late = threading.Thread(target=work, name="late")
+"""
+
+
+def test_a_thread_that_looked_before_another_had_tuned_takes_its_choice(fresh):
+    assert (
+        fresh(
+            PRELUDE
+            + LATE
+            + """
+    tuner = Autotuner(_Kernel(), ["x"], configs, ["x"], None, None, prune_configs_by=pruned, do_bench=bench)
+    late.start()
+    looked.wait(60)
+    tuner.run(7)
+    chosen, timings = tuner.cache[(7,)], tuner.configs_timings
+    tuned.set()
+    late.join()
+    left = tuner.__dict__["_slipstream_shared"]
+    same = tuner.cache[(7,)] is chosen is tuner.best_config and tuner.configs_timings is timings
+    print(failures, benches.count("late"), len(benches), same, left.timings, left.threads, tuner.nargs)
+    """
+        )
+        == "[] 0 3 True {} {} None"
+    )
+
+
+def test_timing_by_hand_is_not_disturbed_by_a_choice_that_is_there(fresh):
+    assert (
+        fresh(
+            PRELUDE
+            + LATE
+            + """
+    tuner = Autotuner(_Kernel(), ["x"], configs, ["x"], None, None, do_bench=bench)
+    tuner.run(7)
+    tuner.nargs = {"x": 7}
+    print(tuner._bench(7, config=configs[0]), len(benches))
+    """
+        )
+        == "[5.0, 5.0, 5.0] 4"
+    )
+
+
 def test_a_cleared_cache_is_tuned_again(fresh):
     assert (
         fresh(
