@@ -3,7 +3,7 @@
     python benchmarks/cold_start.py recipe.toml [--rounds 2] [--section.key value ...]
 
 Every process has empty directories for inductor's and Triton's code; what the target and the data need (downloads,
-conversions, packed rows) is there for both, and so is the system's file cache. Cold and prewarmed take turns. A process
+conversions, packed rows) is there for both, and so are Python's byte code and the system's file cache. Cold and prewarmed take turns. A process
 is ended after its first step. Prints one line a process, the moments between, and the ratio of the best of each.
 """
 
@@ -33,6 +33,7 @@ def start(arguments: list[str], root: Path, name: str) -> tuple[subprocess.Popen
     environment = {
         **os.environ,
         "SLIPSTREAM_CACHE": os.environ.get("SLIPSTREAM_CACHE", str(root / "slipstream")),
+        "PYTHONPYCACHEPREFIX": str(root / "bytecode"),  # libraries may lie where it cannot be written beside them
         **{key: str(value) for key, value in caches.items()},
     }
     began = time.monotonic()

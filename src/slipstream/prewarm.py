@@ -1,13 +1,15 @@
 """``slipstream prewarm``: compile and tune what a recipe needs, once, and keep it in a bundle that ``train`` loads.
 
-What runs is the training step itself, on the recipe's own first rows, forward and backward, and the target's reader
-before it. Nothing of the run is written: no run directory, no weights.
+What runs is the training step itself, on the recipe's own first rows, forward and backward, the target's reader before
+it, and some rounds of block decoding on the held-out prompts. Nothing of the run is written: no run directory, no
+weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,11 +21,13 @@ from slipstream.compilation import bundle_live, triton_kernels
 from slipstream.compilation.bundle import Bundle
 from slipstream.compilation.fingerprint import work
 from slipstream.config import Recipe
-from slipstream.errors import CompilationError
+from slipstream.drafter.store import save_drafter
+from slipstream.errors import CompilationError, DecodingError
 from slipstream.target.features import FeatureReader
 from slipstream.training.directory import RunDirectory
 from slipstream.training.disk import size_words
 from slipstream.training.hardware import resolve_device
+from slipstream.training.heldout import decoded_acceptance, heldout_prompts
 from slipstream.training.loop import Trainer
 from slipstream.training.session import PreparedRun, prepare
 
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 
 # Where documents are read alone their lengths differ from batch to batch, and tuners may have a key for each length.
 _UNPACKED_BATCHES = 4
+_DECODED_BLOCKS = 4
 
 
 def prewarm(
@@ -62,14 +67,15 @@ def prewarm(
         run = prepare(dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, device=str(device))), say=say)
         if preflight is not None and recipe.training.preflight:
             preflight(run)
-        run_once(run, console)
+        prompts = heldout_prompts(run.recipe, run.target)
+        run_once(run, console, prompts)
         with triton_kernels.launched() as kernels:  # once more, now that all is tuned: these are what a run launches
             run.target.assert_causal()
             FeatureReader(run.target, run.config.target_layer_ids, run.recipe.target.packing)
             if preflight is not None and recipe.training.preflight:
                 with console.capture():  # its lines have been seen
                     preflight(run)
-            run_once(run, console)
+            run_once(run, console, prompts)
         if (told := bundle_live.first_step_report()) is not None:
             say(told)
         saved = save(run, kernels)
@@ -80,8 +86,9 @@ def prewarm(
     return 0
 
 
-def run_once(run: PreparedRun, console: Console) -> None:
-    """Run all that is compiled or tuned: the reader, the training step with its backward, the optimizer's step.
+def run_once(run: PreparedRun, console: Console, prompts: Sequence[list[int]] = ()) -> None:
+    """Run all that is compiled or tuned: the reader, the training step with its backward, the optimizer's step, and
+    the decoding of held-out prompts where there are any, a few blocks long.
 
     The drafter's weights change; use the run for nothing else afterwards. Waits for the device.
     """
@@ -91,8 +98,25 @@ def run_once(run: PreparedRun, console: Console) -> None:
         first = run.recipe.training.accumulation
         for index in range(first, first + _UNPACKED_BATCHES):
             trainer.source.read(index)
+    if prompts:
+        _decode(run, list(prompts), console)
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)
+
+
+def _decode(run: PreparedRun, prompts: list[list[int]], console: Console) -> None:
+    """Decode as training does for its held-out figures; a drafter of one step proposes nothing worth reading."""
+    evaluation = dataclasses.replace(
+        run.recipe.evaluation,
+        max_new_tokens=min(run.recipe.evaluation.max_new_tokens, _DECODED_BLOCKS * run.config.block_size),
+    )
+    with tempfile.TemporaryDirectory(prefix="slipstream-prewarm-") as place:
+        drafter = save_drafter(run.draft_model, run.config, Path(place) / "drafter", dtype=torch.float32)
+        try:
+            decoded_acceptance(dataclasses.replace(run.recipe, evaluation=evaluation), run.target, drafter, prompts)
+        except DecodingError as error:
+            told = f"warning: held-out prompts could not be decoded ({error}); what that needs is not in the bundle"
+            console.print(told, markup=False, highlight=False, soft_wrap=True)
 
 
 def save(run: PreparedRun, kernels: Mapping[str, Any] | None = None) -> tuple[Path, Bundle] | None:

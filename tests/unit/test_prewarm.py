@@ -17,9 +17,10 @@ from slipstream.compilation import bundle_live, first_call_alone, tuning_results
 from slipstream.compilation.bundle import directory
 from slipstream.compilation.guard import FirstCallAlone
 from slipstream.drafter.attention import DenseAttention, masked_attention
-from slipstream.errors import CompilationError, TrainingError
+from slipstream.errors import CompilationError, DecodingError, TrainingError
 from slipstream.prewarm import prewarm, run_once, save, work_of
 from slipstream.training import session
+from slipstream.training.heldout import heldout_prompts
 from slipstream.training.session import prepare
 from support.tiny_run import make_inputs, quiet_train, tiny_recipe
 
@@ -109,8 +110,9 @@ def test_each_gpu_is_prewarmed_once_in_turn(tmp_path: Path, monkeypatch: pytest.
         return Run(recipe)
 
     monkeypatch.setattr(prewarming, "prepare", prepared)
+    monkeypatch.setattr(prewarming, "heldout_prompts", lambda recipe, target: [[1]])
     monkeypatch.setattr(prewarming, "FeatureReader", lambda *_: done.append("reader"))
-    monkeypatch.setattr(prewarming, "run_once", lambda run, console: done.append(f"run {run.name}"))
+    monkeypatch.setattr(prewarming, "run_once", lambda run, console, prompts: done.append(f"run {run.name}"))
     monkeypatch.setattr(prewarming, "save", lambda run, kernels: done.append(f"save {run.name}"))
     recipe = tiny_recipe(tmp_path, tmp_path / "run")
     names = ["cuda:0", "cuda:1", "cuda:0"]
@@ -126,6 +128,29 @@ def test_caches_that_are_switched_off_are_an_error(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(bundle_live, "save", lambda *_: None)
     with pytest.raises(CompilationError, match="FORCE_DISABLE_CACHES"):
         save(run)
+
+
+def test_heldout_prompts_are_decoded_and_a_failure_costs_only_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def decoded(recipe: Any, target: Any, drafter: Path, prompts: list[list[int]]) -> None:
+        assert (drafter / "config.json").exists()
+        asked.append((recipe.evaluation.max_new_tokens, len(prompts)))
+        raise DecodingError("no")
+
+    monkeypatch.setattr(prewarming, "decoded_acceptance", decoded)
+    recipe = tiny_recipe(
+        make_inputs(tmp_path), tmp_path / "run", data__heldout=tmp_path / "heldout.jsonl", evaluation__max_new_tokens=64
+    )
+    run, console = prepare(recipe, say=lambda _: None), quiet()
+    prompts = heldout_prompts(run.recipe, run.target)
+    run_once(run, console, prompts)
+    assert asked == [(32, 2)]
+    assert "could not be decoded (no)" in text(console)
+    monkeypatch.undo()
+    run_once(run, quiet(), prompts)
 
 
 @pytest.mark.slow
