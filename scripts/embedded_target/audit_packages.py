@@ -35,6 +35,7 @@ NOT_WANTED = {
     "faker": "word lists",
     "holidays": "tables",
     "pyopengl": "bindings",
+    "anthropic": "mostly generated, without a mark that says so",
     "botocore": "tables",
     "pycryptodomex": "pycryptodome again",
     "lightning": "pytorch-lightning again",

@@ -28,6 +28,12 @@ SAMPLE = 4  # one window in four is remembered, chosen by its hash: the same one
 MOST = 0.5  # of a file's windows seen before: a copy
 HELD_OUT_SHARE = 0.15  # of a training file's windows found in held-out files: stricter, lest they leak
 
+SQUEEZED, SQUEEZED_FROM = 0.12, 4000  # a file over so many bytes that zlib squeezes below this share repeats itself
+# Tests are a quarter of what is published, much of it one call after another with other values. What is wanted is a
+# model that writes functions and does not loop: one test file in three stays.
+TEST_PATH = re.compile(r"(?:^|/)(?:_?tests?|testing|unit|functional)(?:/|_)|/test_|_tests?\.py$|(?:^|/)conftest\.py$")
+TESTS_KEPT = 3
+
 GENERATED = re.compile(
     r"do\s*not\s*(?:edit|modify)|generated\s+(?:by|from|with|code|file|using|automatically)"
     r"|auto-?\s?(?:matically)?[-\s]?generated|@generated|pb2",
@@ -94,8 +100,16 @@ def outside_strings(text: str, lines: list[str]) -> list[str]:
     return kept
 
 
+def thinned_test(file: str) -> bool:
+    """Whether a file is one of the tests that go, chosen by a hash of its path."""
+    return bool(TEST_PATH.search(file)) and zlib.crc32(file.encode()) % TESTS_KEPT != 0
+
+
 def reason_against(text: str) -> str | None:
-    """Why a file is left out on its own account, or None; the order is from cheap to dear."""
+    """Why a file is left out on its own account, or None."""
+    data = text.encode()
+    if len(data) > SQUEEZED_FROM and len(zlib.compress(data)) < SQUEEZED * len(data):
+        return "repeats itself"
     head = head_of(text)
     if foreign_source(text, head):
         return "another licence"
@@ -173,6 +187,9 @@ def clean(rows: list[Row], source: Path, dropped: Counter[str]) -> Iterator[tupl
         folder = source / row.name
         for path in sorted(folder.rglob("*.py")):
             size = path.stat().st_size
+            if thinned_test(path.relative_to(folder).as_posix()):
+                dropped["test, thinned"] += size
+                continue
             text = read_source(path) if MIN_BYTES <= size <= MAX_BYTES else ""
             if not text:
                 dropped["not UTF-8" if text is None else "size"] += size

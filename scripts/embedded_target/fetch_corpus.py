@@ -38,9 +38,8 @@ def platforms(wheel: str) -> list[str]:
     python, abi, platform = wheel.removesuffix(".whl").split("-")[-3:]
     options = [word for tag in platform.split(".") for word in ("--platform", tag)]
     options += [word for tag in abi.split(".") for word in ("--abi", tag)]
-    version = "".join(c for c in python.split(".")[-1] if c.isdigit())
-    implementation = "py" if python.startswith("py") else "cp"
-    return [*options, "--implementation", implementation, "--python-version", version if len(version) > 1 else "3.11"]
+    # One version for all: a wheel for cp39-abi3 is found by a newer Python too, and its metadata may refuse the older.
+    return [*options, "--implementation", "py" if python.startswith("py") else "cp", "--python-version", "3.11"]
 
 
 def download(rows: list[Row], target: Path) -> None:

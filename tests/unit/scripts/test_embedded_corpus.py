@@ -111,12 +111,21 @@ def test_vendored_folders(path: str, expected: bool) -> None:
         ("TABLE = [\n" + "    'word', 'other',\n" * 40 + "]\n", "table of literals"),
         ("TABLE = [\n" + "    1.25, 7.5, 19.75,\n" * 40 + "]\n", "digits"),
         (FUNCTION + f"x = '{'y' * 1200}'\n", "long lines"),
+        (FUNCTION * 40, "repeats itself"),
         ("print 'two'\n" + FUNCTION, "does not parse"),
         (FUNCTION, None),
     ],
 )
 def test_rules_about_one_file(text: str, reason: str | None) -> None:
     assert cleaning.reason_against(text) == reason
+
+
+def test_two_tests_in_three_go_and_nothing_else() -> None:
+    tests = [f"p/tests/test_{n}.py" for n in range(300)]
+    assert 150 < sum(map(cleaning.thinned_test, tests)) < 250
+    assert not any(
+        cleaning.thinned_test(f"p/{name}_{n}.py") for name in ("latest", "contest", "core") for n in range(99)
+    )
 
 
 def test_prose_is_no_table() -> None:
@@ -147,7 +156,7 @@ def test_copies_are_found_and_held_out_text_does_not_leak() -> None:
 def test_pip_is_told_the_tags_of_the_wheel() -> None:
     options = fetching.platforms("p-1.0-cp311-cp311-manylinux_2_17_x86_64.manylinux2014_x86_64.whl")
     assert options[:4] == ["--platform", "manylinux_2_17_x86_64", "--platform", "manylinux2014_x86_64"]
-    assert options[4:] == ["--abi", "cp311", "--implementation", "cp", "--python-version", "311"]
+    assert options[4:] == ["--abi", "cp311", "--implementation", "cp", "--python-version", "3.11"]
 
 
 @pytest.fixture(scope="module")
