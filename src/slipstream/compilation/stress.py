@@ -7,9 +7,11 @@ what goes wrong with it is a fault.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,11 +81,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
     works = _chosen(args.workload, device, console)
     guards = {"on": (True,), "off": (False,), "both": (True, False)}[args.guard]
     hang = args.hang or (60.0 if device == "cpu" else 180.0)
-    keep = Path(tempfile.mkdtemp(prefix="slipstream-stress-stacks-"))
     ends = time.monotonic() + args.seconds if args.seconds else float("inf")
     wanted = [(work, guard) for work in works for guard in guards]
     rows: list[Row] = []
-    with Display(console, total=len(wanted) * args.rounds) as display:
+    with _stacks_directory() as keep, Display(console, total=len(wanted) * args.rounds) as display:
         for place, (work, guard) in enumerate(wanted):
             display.begin(work.name, guard)
             batch = Batch(
@@ -101,8 +102,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
             row = play_batch(batch, display.seen)
             display.end(args.rounds, len(row.rounds))
             rows.append(row)
-    if not any(row.stacks for row in rows):
-        keep.rmdir()
     guarded = [row for row in rows if row.guard]
     clean = all(row.clean for row in guarded)
     console.print(table(rows, device=device, threads=args.threads, seed=args.seed))
@@ -115,6 +114,17 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.json:
         _write(args, device, rows, clean)
     return 0 if clean else 1
+
+
+@contextlib.contextmanager
+def _stacks_directory() -> Iterator[Path]:
+    """Give a directory that stays where stacks of hangs and crashes were put into it."""
+    keep = Path(tempfile.mkdtemp(prefix="slipstream-stress-stacks-"))
+    try:
+        yield keep
+    finally:
+        with contextlib.suppress(OSError):  # not empty
+            keep.rmdir()
 
 
 def _touch(path: Path) -> None:

@@ -11,7 +11,10 @@ import importlib
 import importlib.metadata
 import json
 import os
+import shutil
+import stat
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -108,8 +111,32 @@ def _caches(root: str, name: str) -> None:
         os.environ[variable] = os.path.join(root, name, folder)
 
 
+def _end_with_parent(order: Order) -> None:
+    """End this process when the parent has ended, however that was: it holds the other end of standard input.
+
+    A thread waits for that in one read, without the interpreter's lock. Nothing is watched where standard input is
+    no pipe, as when the module is run by hand. Processes that are started from here get an empty standard input.
+    """
+    if not stat.S_ISFIFO(os.fstat(0).st_mode):
+        return
+    pipe, empty = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+
+    def watch() -> None:
+        while os.read(pipe, 1):
+            pass
+        shutil.rmtree(order.cache, ignore_errors=True)  # the parent would have removed these
+        with contextlib.suppress(OSError):
+            os.unlink(order.stacks)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
 def run_child(arguments: list[str]) -> Any:
     """Run ``main`` and end the process at once: threads that a round left behind must not hold it."""
+    _end_with_parent(Order.from_json(arguments[0]))
     code = main(arguments)
     sys.stdout.flush()
     os._exit(code)

@@ -11,9 +11,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slipstream.compilation.stress_child import START_SECONDS
 from slipstream.compilation.stress_plan import Order, Round, Row
@@ -61,8 +62,35 @@ def play_batch(batch: Batch, on_round: Callable[[Round], None]) -> Row:
     """Play a batch in as many fresh processes as it needs; ``on_round`` is called after each round.
 
     A round that hangs is ended and counted, a process that dies is a failure of the round that it was in; the next
-    round is played in a fresh process. Raises nothing for what goes wrong in children.
+    round is played in a fresh process. Raises nothing for what goes wrong in children. SIGTERM and SIGHUP raise
+    KeyboardInterrupt in the main thread, as Ctrl-C does; no process and no file of the batch is left then.
     """
+    with _signals_interrupt():
+        return _play(batch, on_round)
+
+
+@contextlib.contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    before: dict[signal.Signals, Any] = {}
+
+    def interrupt(number: int, frame: object) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)  # a second one would cut short what the first has begun to remove
+        raise KeyboardInterrupt
+
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup leaves it so
+                    before[number] = signal.getsignal(number)
+                    signal.signal(number, interrupt)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _play(batch: Batch, on_round: Callable[[Round], None]) -> Row:
     began, rounds, stacks, note = time.monotonic(), list[Round](), list[str](), ""
     versions: dict[str, str] = {}
     processes = false_starts = hangs = 0
@@ -98,7 +126,8 @@ def play_batch(batch: Batch, on_round: Callable[[Round], None]) -> Row:
 def _child(batch: Batch, first: int, rounds: int, seconds: float, seen: Callable[[Round], None]) -> _Ended:
     guard = "on" if batch.guard else "off"
     stacks = batch.keep / f"{batch.name}-guard-{guard}-round-{first}.txt"
-    with tempfile.TemporaryDirectory(prefix="slipstream-stress-") as cache:
+    # Errors of its removal: a child that ends in this very moment may be removing it as well.
+    with tempfile.TemporaryDirectory(prefix="slipstream-stress-", ignore_cleanup_errors=True) as cache:
         order = Order(
             workload=batch.reference,
             guard=batch.guard,
@@ -112,19 +141,23 @@ def _child(batch: Batch, first: int, rounds: int, seconds: float, seen: Callable
             cache=cache,
         )
         noise = Path(cache, "noise.txt")
-        with noise.open("wb") as stderr:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "slipstream.compilation.stress_child", order.to_json()],
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env=_environment(),
-                text=True,
-            )
-            try:
-                played, versions, killed = _read(process, max(batch.hang, START_SECONDS) + GRACE_SECONDS, seen)
-            finally:
-                process.kill()
-                process.wait()
+        process: subprocess.Popen[str] | None = None
+        try:
+            with noise.open("wb") as stderr:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "slipstream.compilation.stress_child", order.to_json()],
+                    stdin=subprocess.PIPE,  # nothing is written: the child ends when its other end is gone
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    env=_environment(),
+                    text=True,
+                )
+            played, versions, killed = _read(process, max(batch.hang, START_SECONDS) + GRACE_SECONDS, seen)
+        except BaseException:
+            _end(process)
+            stacks.unlink(missing_ok=True)  # of a round that was cut short, not of a hang
+            raise
+        _end(process)
         told = noise.read_text(encoding="utf-8", errors="replace")
     code = process.returncode
     dumped = stacks.read_text(encoding="utf-8", errors="replace") if stacks.exists() else ""
@@ -139,6 +172,13 @@ def _child(batch: Batch, first: int, rounds: int, seconds: float, seen: Callable
     else:
         stacks.unlink(missing_ok=True)
     return _Ended(played, versions, hang, "" if hang else _death(code, told), kept)
+
+
+def _end(process: subprocess.Popen[str] | None) -> None:
+    if process is not None:
+        process.kill()  # first: at the end of its pipe it would begin to remove the caches itself
+        with process:
+            process.wait()
 
 
 def _environment() -> dict[str, str]:

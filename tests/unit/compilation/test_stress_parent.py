@@ -1,13 +1,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from slipstream.compilation import stress_parent
 from slipstream.compilation.stress_parent import Batch, play_batch
 
+SOURCE = Path(__file__).resolve().parents[3] / "src"
 SAMPLES = """
 import os, threading, time
 import torch
@@ -156,3 +164,68 @@ def test_no_round_is_begun_after_the_time_is_up(batch):
     row = play(batch, "Slow", rounds=40, rounds_per_process=40, seconds=0.1)
     assert len(row.rounds) == 1
     assert "1 of 40" in row.note
+
+
+PARENT = """
+import json, sys
+from pathlib import Path
+from slipstream.compilation.stress_parent import Batch, play_batch
+given = json.loads(sys.argv[1])
+play_batch(Batch(**{**given, "keep": Path(given["keep"])}), lambda found: None)
+"""
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def within(seconds: float, happened: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while not happened() and time.monotonic() < end:
+        time.sleep(0.05)
+    return happened()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+def test_a_parent_that_is_ended_leaves_no_child_and_no_caches(batch: Batch, number: signal.Signals) -> None:
+    temporary, told = batch.keep / "temporary", batch.keep / "told"
+    temporary.mkdir()
+    source = batch.keep / "stress_samples.py"
+    body = f"open({str(told)!r}, 'w').write(str(os.getpid())); threading.Event().wait()"
+    source.write_text(
+        SAMPLES.replace("if number == 1 and thread == 0:", f"{body}\n            if 1:"), encoding="utf-8"
+    )
+    given = dataclasses.asdict(dataclasses.replace(batch, reference="stress_samples:Hangs", keep=str(temporary)))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, json.dumps(given)],
+        env={**os.environ, "PYTHONPATH": f"{SOURCE}:{os.environ['PYTHONPATH']}", "TMPDIR": str(temporary)},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert within(60, lambda: told.exists() and told.read_text(encoding="utf-8") != "")
+        child = int(told.read_text(encoding="utf-8"))
+        assert alive(child)
+        parent.send_signal(number)
+        if number in (signal.SIGTERM, signal.SIGHUP):
+            parent.send_signal(number)  # an impatient one changes nothing
+        parent.wait(10)
+        assert within(5, lambda: not alive(child))
+        assert within(5, lambda: not list(temporary.iterdir())), list(temporary.rglob("*"))
+    finally:
+        parent.kill()
+
+
+def test_a_hangup_is_ignored_where_nohup_says_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stress_parent._signals_interrupt():
+            os.kill(os.getpid(), signal.SIGHUP)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
