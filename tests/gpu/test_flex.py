@@ -226,3 +226,22 @@ def test_switching_compilation_off_is_an_error():
     x = torch.randn(1, 2, 128, 64, device=DEVICE)
     with torch.compiler.set_stance("force_eager"), pytest.raises(CompilationError, match="uncompiled"):
         compiled_flex_attention()(x, x, x, None)
+
+
+def test_a_target_with_transformers_flex_attention_is_compiled_and_reads_the_same_features(tmp_path):
+    from slipstream import compilation
+    from slipstream.config import TargetConfig
+    from slipstream.target.features import FeatureReader
+    from slipstream.target.model import load_target
+    from support.tiny import save_tiny_target
+
+    compilation.install()  # from here on, an uncompiled call is an error
+    save_tiny_target(tmp_path / "target", "llama", hidden_size=256, head_dim=64)
+    batch = packed_batch(([100, 28], [128]), 128)
+    features = {}
+    for attention in ("sdpa", "flex_attention"):
+        config = TargetConfig(path=str(tmp_path / "target"), attention=attention, dtype="float32")
+        target = load_target(config, device=DEVICE)
+        assert target.model.config._attn_implementation == attention
+        features[attention] = FeatureReader(target, (1, 3, 6), "unpacked").read(batch).features
+    torch.testing.assert_close(features["flex_attention"], features["sdpa"], atol=2e-3, rtol=2e-3)

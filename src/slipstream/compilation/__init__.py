@@ -12,8 +12,10 @@ from slipstream.compilation.guard import (
     shapes_may_change,
 )
 from slipstream.compilation.safety import install, report, verify
+from slipstream.errors import CompilationError
 
 __all__ = [
+    "CompilationError",
     "compiled_flex_attention",
     "dense_flex_allowed",
     "first_call_alone",
