@@ -1,5 +1,6 @@
 # make quickstart   install into .venv, then train, measure and export a small drafter (a few minutes, no GPU)
 # make test         install into .venv, then run every test that this machine can run
+# make stress       install into .venv, then compile safety under threads, on torch 2.11 too (2.7 GB into build/stress)
 # make check        install into .venv, then format, lint, types
 # PYTHON picks the interpreter (3.11 to 3.13), TORCH the torch release, VENV the environment's directory.
 
@@ -9,13 +10,16 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.slipstream-installed
 
-.PHONY: quickstart test check install clean
+.PHONY: quickstart test stress check install clean
 
 quickstart: install
 	$(BIN)/slipstream quickstart
 
 test: install
 	scripts/test
+
+stress: install
+	scripts/stress_versions
 
 check: install
 	scripts/check
@@ -36,4 +40,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) build/stress

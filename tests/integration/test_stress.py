@@ -7,6 +7,7 @@ import io
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from slipstream.compilation import stress, stress_cuda
 
 # Cold rounds; those of the last three, which trace attention, take twice as long.
 ROUNDS = {"compile": 100, "mixed": 100, "triton": 100, "triton-restore": 100, "masks": 40, "flex": 40, "selection": 40}
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "stress_versions"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 def played(*given: str, device: str = "cpu") -> tuple[int, list[dict[str, Any]], str]:
@@ -65,22 +66,102 @@ def test_a_few_rounds_on_a_gpu_with_the_guard_are_clean(workload: str) -> None:
     assert (code, row["rounds"], row["bad"]) == (0, 2, 0), text
 
 
-def test_the_script_for_other_versions_installs_what_is_missing_and_plays_there(tmp_path: Path) -> None:
-    def versions(torch: str) -> subprocess.CompletedProcess[str]:
-        python = tmp_path / "venvs" / f"torch-{torch}" / "bin" / "python"
-        python.parent.mkdir(parents=True, exist_ok=True)
-        ready = "0" if torch == "2.11.0" else "1"
-        python.write_text(f'#!/bin/sh\necho "$@"\ncase "$1" in -c) exit {ready};; esac\n', encoding="utf-8")
-        python.chmod(0o755)
-        environment = {**os.environ, "STRESS_VENVS": str(tmp_path / "venvs"), "STRESS_VERSIONS": f"{torch}:3.6.0"}
-        return subprocess.run(
-            [SCRIPT, "--rounds", "7"], env=environment, capture_output=True, text=True, check=False, timeout=60
-        )
+# A release's python that only tells what it is asked; it is complete once fla-core was "installed", except torch 9.9.9.
+PYTHON = """#!/bin/sh
+echo "asked: $*"
+here=$(dirname "$0")/..
+case "$*" in
+  *slipstream*stress*--json*) while [ "$1" != --json ]; do shift; done; echo "$FOUND" > "$2" ;;
+  -c*) [ -f "$here/filled" ] ;;
+  *9.9.9*) exit 1 ;;
+  *fla-core*) touch "$here/filled" ;;
+  *stress_verdict*) exec "$REAL" "$@" ;;
+esac
+"""
 
-    there = versions("2.11.0")
-    assert there.returncode == 0, there.stderr
-    assert "-m slipstream stress --device cpu --rounds 7" in there.stdout
-    assert "pip install" not in there.stdout
-    missing = versions("9.9.9")
-    assert missing.returncode == 0, missing.stderr
-    assert "torch==9.9.9 triton==3.6.0 rich" in missing.stdout
+
+def found(bad: dict[str, int], *, torch: str = "2.11.0+cu130", guarded_bad: int = 0, rounds: int = 30) -> str:
+    """Return what the command writes of four workloads, of which ``bad`` rounds failed without the guard."""
+    rows = []
+    for name in ("compile", "mixed", "triton", "triton-restore"):
+        rows.append({"workload": name, "guard": True, "rounds": rounds, "bad": guarded_bad})
+        rows.append({"workload": name, "guard": False, "rounds": rounds, "bad": bad.get(name, 0)})
+    return json.dumps({"versions": {"torch": torch, "triton": "3.6.0"}, "rows": rows})
+
+
+ALL_FAIL = {"compile": 30, "mixed": 29, "triton": 30, "triton-restore": 30}
+
+
+def versions(
+    room: Path, release: str, *arguments: str, text: str = found(ALL_FAIL)
+) -> subprocess.CompletedProcess[str]:
+    """Run the script for a release whose environment holds a python that does nothing."""
+    for one in release.split():
+        venv = room / "installed" if one == "installed" else room / "venvs" / f"torch-{one.split(':')[0]}"
+        python = venv / "bin" / "python"
+        python.parent.mkdir(parents=True, exist_ok=True)
+        python.write_text(PYTHON, encoding="utf-8")
+        python.chmod(0o755)
+    environment = {
+        **os.environ,
+        "VENV": str(room / "installed"),
+        "STRESS_VENVS": str(room / "venvs"),
+        "STRESS_VERSIONS": release,
+        "STRESS_PAUSE": "0",
+        "REAL": sys.executable,
+        "FOUND": text,
+    }
+    return subprocess.run(
+        [SCRIPTS / "stress_versions", *arguments],
+        env=environment, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+
+
+def test_the_script_for_other_versions_installs_what_is_missing_and_plays_there(tmp_path: Path) -> None:
+    first = versions(tmp_path, "2.11.0:3.6.0")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "torch==2.11.0 triton==3.6.0 rich" in first.stdout
+    assert "test_safety.py" in first.stdout
+    assert "-m slipstream stress --device cpu --rounds 20 --threads 3" in first.stdout
+    assert "bad rounds: 0 of 120 guarded, 119 of 120 not" in first.stdout
+    second = versions(tmp_path, "2.11.0:3.6.0", "--rounds", "7")
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "pip install" not in second.stdout
+    assert "stress --device cpu --rounds 7\n" in second.stdout
+
+
+def test_what_the_venv_holds_is_played_without_its_unit_tests(tmp_path: Path) -> None:
+    done = versions(tmp_path, "installed")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "-m slipstream stress --device cpu --rounds 20 --threads 3" in done.stdout
+    assert "pip install" not in done.stdout
+    assert "test_safety.py" not in done.stdout
+
+
+def test_a_release_that_cannot_be_installed_is_tried_again_and_told(tmp_path: Path) -> None:
+    done = versions(tmp_path, "9.9.9:3.6.0")
+    assert done.returncode == 1
+    assert done.stdout.count("torch==9.9.9 triton==3.6.0") == 3
+    assert "could not be installed" in done.stderr
+    assert "slipstream stress" not in done.stdout
+    both = versions(tmp_path, "9.9.9:3.6.0 installed")
+    assert both.returncode == 1
+    assert "slipstream stress" in both.stdout  # the other one is played all the same
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (found({}), "compile: no round failed without the guard"),
+        (found({**ALL_FAIL, "mixed": 0}), "mixed: no round failed without the guard"),
+        (found({"triton-restore": 30}, torch="2.99.0"), "triton: no round failed without the guard"),
+        (found(ALL_FAIL, guarded_bad=1), "triton: 1 guarded rounds are bad"),
+        (found(ALL_FAIL, rounds=24), "96 guarded rounds were played, fewer than 100"),
+        (found(ALL_FAIL, rounds=0), "triton: no guarded round was played"),
+        (found(ALL_FAIL, torch="2.13.0"), "masks: no round failed without the guard"),
+    ],
+)
+def test_rounds_that_prove_nothing_fail_the_script(tmp_path: Path, text: str, says: str) -> None:
+    done = versions(tmp_path, "installed", text=text)
+    assert done.returncode == 1, done.stdout
+    assert says in done.stderr
