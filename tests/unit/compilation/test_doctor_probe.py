@@ -61,8 +61,11 @@ def test_torch_tells_its_build_and_compiles(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 def test_stock_hazards_are_provoked_and_after_install_none_is_seen() -> None:
-    with Interview("stock", HAZARD_NAMES) as stock, Interview("installed", (*HAZARD_NAMES, "verify")) as installed:
-        before, after = stock.answers(), installed.answers()
+    for _ in range(8):  # a second thread must come by within a millisecond, and a busy machine may not let it
+        with Interview("stock", HAZARD_NAMES) as stock, Interview("installed", (*HAZARD_NAMES, "verify")) as installed:
+            before, after = stock.answers(), installed.answers()
+        if before["inductor-autotuner"]["status"] != "safe upstream":
+            break
     assert tuple(before) == HAZARD_NAMES
     assert {a["status"] for a in before.values()} <= {"present", "safe upstream", "not installed"}
     for name in ("fx-modules", "lazy-backward", "inductor-autotuner", "dense-flex"):

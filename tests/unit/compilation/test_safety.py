@@ -45,7 +45,11 @@ def test_every_hazard_is_seen_on_a_stock_installation(fresh):
         import torch, triton, torch._inductor.runtime.triton_heuristics, torch.nn.attention.flex_attention
         import torch._functorch.config, fla.utils, fla.ops.utils.index
         from slipstream.compilation.safety import HAZARDS
-        print({h.name: h.check() for h in HAZARDS if h.needed()})
+        needed = [h for h in HAZARDS if h.needed()]
+        found = {h.name: h.check() for h in needed}
+        for _ in range(20):  # a second thread must come by within a millisecond, and a busy machine may not let it
+            found = {h.name: found[h.name] or h.check() for h in needed}
+        print(found)
     """)
     found = eval(seen)
     assert {
