@@ -20,10 +20,10 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 BUILD = Path(__file__).resolve().parents[2] / "build" / "embedded_target"
-LENGTHS = (64, 96, 128)
-MIN_DOCSTRING, MIN_BODY_LINES = 30, 4  # characters, lines
-FILES_PER_PACKAGE = 150  # looked at, of those drawn at random
-PER_FILE = 2
+LENGTHS = (64, 80, 96, 128, 160)
+MIN_DOCSTRING, MIN_BODY_LINES = 20, 3  # characters, lines
+FILES_PER_PACKAGE = 300  # looked at, of those drawn at random
+PER_FILE = 8
 QUOTES = ('"""', "'''")
 
 
@@ -82,16 +82,16 @@ def documented(text: str) -> Iterator[Place]:
 
 
 def fits(text: str, cut: int, place: Place) -> bool:
-    """Whether the prompt may start at `cut`: at a line of the module's level, or at a line end before a member."""
+    """Whether the prompt may start at `cut`: at a line of the module's level, or at a line end.
+
+    So the prompt's tokens are those that the file has there. It may start within another function, as a window of
+    training text does.
+    """
     if cut > place.start or cut >= len(text):
         return False
     if cut == 0 or text[cut - 1] == "\n":
         return not text[cut].isspace()
-    return (
-        text[cut] == "\n"
-        and text[cut - 1] != "\n"
-        and text[cut:].lstrip("\n").startswith(("    @", "    def ", "    async "))
-    )
+    return text[cut] == "\n"
 
 
 def prompts_of(
@@ -111,6 +111,8 @@ def prompts_of(
                 continue
             cut = offsets[end - length][0]
             prompt = text[cut : place.end]
+            if any(prompt.count(quotes) % 2 for quotes in QUOTES):
+                continue  # it starts within a docstring, whose end would read as a beginning
             if fits(text, cut, place) and len(tokenizer.encode(prompt).ids) == length:
                 yield place.key, Prompt(prompt, document["package"], document["file"], length)
                 break
@@ -134,7 +136,7 @@ def draw(path: Path, seed: int) -> list[dict[str, str]]:
 
 def choose(tokenizer: Tokenizer, drawn: list[dict[str, str]], count: int, cap: int, seen: set[str]) -> list[Prompt]:
     """Take prompts until there are enough: so many of a length, of a package, of a file, and no function twice."""
-    room = {length: -(-count // len(LENGTHS)) for length in LENGTHS}
+    room = {length: -(-count * 5 // (4 * len(LENGTHS))) for length in LENGTHS}  # a quarter over an equal share
     per_package: Counter[str] = Counter()
     chosen: list[Prompt] = []
     for document in drawn:
@@ -167,7 +169,7 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tokenizer = Tokenizer.from_file(str(args.build / "tokenizer" / "tokenizer.json"))
     seen: set[str] = set()
-    for role, count, cap in (("heldout", args.heldout, 80), ("train", args.train, 15)):
+    for role, count, cap in (("heldout", args.heldout, 120), ("train", args.train, 15)):
         drawn = draw(args.build / "clean" / f"{role}.jsonl", args.seed)
         chosen = choose(tokenizer, drawn, count, cap, seen)
         with (args.build / f"prompts_{role}.jsonl").open("w", encoding="utf-8") as file:
