@@ -40,6 +40,7 @@ NOT_WANTED = {
     "pycryptodomex": "pycryptodome again",
     "lightning": "pytorch-lightning again",
     "tensorflow-cpu": "generated operators; large wheel",
+    "chardet": "its change from the LGPL is disputed",
     "cmake": "a compiled tool",
 }
 

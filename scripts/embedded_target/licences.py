@@ -17,12 +17,9 @@ PERMISSIVE = frozenset(
     | {"Unlicense", "0BSD", "CC0-1.0", "Zlib"}
 )
 
-# The expression of these wheels speaks of compiled libraries that they carry; their Python, which is all that is used,
-# is under the licence file named here. Read by hand.
-READ_BY_HAND = {
-    "torch": ("BSD-3-Clause", "hand: LICENSE text; the expression adds compiled third-party code"),
-    "torchvision": ("BSD-3-Clause", "hand: LICENSE text of the repository; metadata says BSD"),
-}
+# The expression of such a wheel speaks of compiled libraries that it carries; its Python, which is all that is used, is
+# under its own licence file, read by hand.
+READ_BY_HAND = {"torch": ("BSD-3-Clause", "hand: LICENSE text; the expression adds compiled third-party code")}
 
 CLASSIFIERS = {
     "MIT License": "MIT",

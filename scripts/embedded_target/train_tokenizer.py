@@ -7,7 +7,7 @@ the sizes are compared on the very same merges. The one that is kept becomes a H
 import argparse
 import json
 import os
-import random
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,10 @@ def documents(path: Path) -> Iterator[str]:
             yield json.loads(line)["text"]
 
 
-def sample(path: Path, limit: int, seed: int) -> list[str]:
-    """Documents taken at random until there are `limit` bytes of them."""
+def sample(path: Path, limit: int) -> list[str]:
+    """About `limit` bytes of documents, chosen by a hash of each, so that one more changes no other choice."""
     share = min(1.0, limit / path.stat().st_size)
-    chance = random.Random(seed)
-    return [text for text in documents(path) if chance.random() < share]
+    return [text for text in documents(path) if zlib.crc32(text.encode()) < share * 2**32]
 
 
 def train(texts: list[str], size: int) -> Tokenizer:
@@ -97,10 +96,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=Path, default=BUILD, help="where clean_corpus.py worked")
     parser.add_argument("--sample", type=int, default=120_000_000, help="bytes of training text to learn from")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    texts = sample(args.build / "clean" / "train.jsonl", args.sample, args.seed)
+    texts = sample(args.build / "clean" / "train.jsonl", args.sample)
     held_out = list(documents(args.build / "clean" / "heldout.jsonl"))
     largest = train(texts, max(SIZES))
     report = {}
