@@ -11,12 +11,14 @@ once, one at a time on a device, and all get the same timings. A tuned kernel ta
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
+import weakref
 from typing import Any
 
 from slipstream.compilation.hazards import Hazard
-from slipstream.compilation.locks import DEVICE, PROBE, tuning_device, tuning_lock
+from slipstream.compilation.locks import DEVICE, PROBE, new_lock, tuning_device, tuning_lock
 
 _MODULE = "triton.runtime.autotuner"
 _SHARED = "_slipstream_shared"
@@ -30,15 +32,35 @@ class _Local(threading.local):
 
 
 class _Shared:
-    """What threads that tune the same keys have in common. ``timings``: by (device, key), then by configuration."""
+    """What threads that tune the same keys have in common.
+
+    timings: by place, which is (device, key), then by configuration; threads: those that tune there now.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = new_lock()
         self.timings: dict[tuple[Any, ...], dict[Any, Any]] = {}
-        self.threads: dict[tuple[Any, ...], int] = {}
+        self.threads: dict[tuple[Any, ...], set[int]] = {}
+        _everywhere.add(self)
+
+    def leave(self, place: tuple[Any, ...], *threads: int) -> None:
+        """Threads tune there no more; what the last one leaves behind goes."""
+        self.threads[place].difference_update(threads)
+        if not self.threads[place]:
+            del self.threads[place], self.timings[place]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_Shared, ())
+
+
+_everywhere: weakref.WeakSet[_Shared] = weakref.WeakSet()
+
+
+def _alone_in_child() -> None:
+    """Forget the threads of the process that this one was forked from."""
+    for shared in list(_everywhere):
+        for place, threads in list(shared.threads.items()):
+            shared.leave(place, *(threads - {threading.get_ident()}))
 
 
 class PerThread:
@@ -129,9 +151,7 @@ def _apply() -> None:
                 mark.__set__(self, None)
                 shared = self.__dict__[_SHARED]
                 with shared.lock:
-                    shared.threads[place] -= 1
-                    if not shared.threads[place]:
-                        del shared.threads[place], shared.timings[place]
+                    shared.leave(place, threading.get_ident())
 
     @functools.wraps(bench)
     def bench_once(self: Any, *args: Any, config: Any, **meta: Any) -> Any:
@@ -144,7 +164,7 @@ def _apply() -> None:
                 # ``run`` has looked in the cache before. Whoever tuned since has left its choice there, and its
                 # timings are gone: to time again would put another choice in place of one that is in use.
                 late = place not in shared.threads and place[1] in self.cache
-                shared.threads[place] = shared.threads.get(place, 0) + 1
+                shared.threads.setdefault(place, set()).add(threading.get_ident())
                 shared.timings.setdefault(place, {})
             if late and _runs(self, run_in_this_thread):
                 raise _TunedMeanwhile
@@ -156,6 +176,7 @@ def _apply() -> None:
             return timings[id(config)]
 
     tuner.run, tuner._bench = run_in_this_thread, bench_once
+    os.register_at_fork(after_in_child=_alone_in_child)
 
 
 # -- the check: a real tuner over a kernel that is only counted -------------------------------------------------------

@@ -10,7 +10,6 @@ import atexit
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +29,14 @@ from slipstream.compilation.bundle import (
 )
 from slipstream.compilation.doctor_places import cache_places, look_at
 from slipstream.compilation.fingerprint import Fields, differences, digest, environment
+from slipstream.compilation.locks import new_lock
 
 Say = Callable[[str], None]
 
 TORCH, TUNING, KERNELS = "torch", "tuning", "triton"
 _LEAST_ROOM = 64 << 20  # bytes that compiling may need; a disk with less counts as full
 
-_lock = threading.Lock()
+_lock = new_lock()
 _loaded: list[_Loaded] = []
 
 

@@ -18,10 +18,12 @@ import threading
 from typing import Any
 
 from slipstream.compilation.hazards import Hazard
+from slipstream.compilation.locks import new_rlock
 from slipstream.compilation.thread_flags import NAME, Aside, flags, names, per_thread
 
 _FX_MODULE = "torch.fx._symbolic_trace"
-_trace_lock = threading.RLock()  # until dynamo is imported
+_trace_lock = new_rlock()  # until dynamo is imported
+outer_patchers: list[Any] = []  # of the traces that are being made, but for the innermost; None where there was none
 
 
 def _is_fx_tracing() -> bool:
@@ -140,7 +142,7 @@ def _modules_unknown() -> str:
     return f"{_FX_MODULE}.Tracer has no {missing[0]}" if missing else ""
 
 
-def _one_trace_at_a_time() -> Any:
+def trace_lock() -> Any:
     """Return dynamo's compile lock, under which its own traces are made anyway: no order of locks can be wrong then.
 
     A trace patches torch.nn.Module and takes its patches back; two at once leave the other's behind, for ever.
@@ -154,8 +156,14 @@ def _modules_apply() -> None:
 
     @functools.wraps(trace)
     def trace_own_modules(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.nullcontext() if getattr(self, "patches_nothing", False) else _one_trace_at_a_time():
+        if getattr(self, "patches_nothing", False):
             return own_modules(self, *args, **kwargs)
+        with trace_lock():
+            outer_patchers.append(getattr(fx, "CURRENT_PATCHER", None))
+            try:
+                return own_modules(self, *args, **kwargs)
+            finally:
+                outer_patchers.pop()
 
     def own_modules(self: Any, *args: Any, **kwargs: Any) -> Any:
         owner, call_module, get = threading.get_ident(), self.call_module, self.getattr

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from slipstream.compilation.dense import refuse_eager_flex
-from slipstream.compilation.locks import first_call_lock
+from slipstream.compilation.locks import first_call_lock, new_lock
 from slipstream.errors import CompilationError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger("slipstream.compilation")
-_lock = threading.Lock()
+_lock = new_lock()
 _flex: list[FirstCallAlone] = []
 _final: bool | None = None  # None: shapes may still be new; else whether a new one is an error
 _late: dict[str, int] = {}

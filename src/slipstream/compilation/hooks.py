@@ -12,9 +12,11 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from slipstream.compilation.locks import new_lock
+
 Action = Callable[[ModuleType], None]
 
-_lock = threading.Lock()
+_lock = new_lock()
 _pending: dict[str, list[Action]] = {}
 _looking = threading.local()
 

@@ -1,15 +1,44 @@
-"""The process's own locks. Forked children get fresh ones; none is ever held across ``.backward()``."""
+"""The process's own locks. A forked child finds them open; none is ever held across ``.backward()``."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import defaultdict
+import weakref
 from typing import Any
 
-_guard = threading.Lock()
-_tuning: defaultdict[int, threading.RLock] = defaultdict(threading.RLock)
-_first_call = threading.RLock()
+_made: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def new_lock() -> threading.Lock:
+    """Return a lock that is open in a forked child, whoever held it in the parent."""
+    lock = threading.Lock()
+    _made.add(lock)
+    return lock
+
+
+def new_rlock() -> threading.RLock:
+    """Return a reentrant lock that is open in a forked child, unless the thread that forked holds it."""
+    lock = threading.RLock()
+    _made.add(lock)
+    return lock
+
+
+def open_in_child(lock: Any) -> bool:
+    """Open a lock that another thread held when this process was forked from it; say whether one did.
+
+    Only for a process with one thread. A lock that this thread holds stays its own, if it is reentrant.
+    """
+    if lock.acquire(blocking=False):
+        lock.release()
+        return False
+    lock._at_fork_reinit()
+    return True
+
+
+_guard = new_lock()
+_tuning: dict[int, threading.RLock] = {}
+_first_call = new_rlock()
 
 
 def current_device() -> int:
@@ -34,7 +63,7 @@ def tuning_lock(device: int) -> threading.RLock:
     lock = _tuning.get(device)
     if lock is None:
         with _guard:
-            lock = _tuning[device]
+            lock = _tuning.setdefault(device, new_rlock())
     return lock
 
 
@@ -43,11 +72,9 @@ def first_call_lock() -> threading.RLock:
     return _first_call
 
 
-def _fresh() -> None:
-    global _guard, _first_call
-    _guard = threading.Lock()
-    _first_call = threading.RLock()
-    _tuning.clear()
+def _open() -> None:
+    for lock in list(_made):
+        open_in_child(lock)
 
 
-os.register_at_fork(after_in_child=_fresh)
+os.register_at_fork(after_in_child=_open)

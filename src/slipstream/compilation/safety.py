@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-import threading
 from types import ModuleType
 
+from slipstream.compilation import forks
 from slipstream.compilation.annotations import ANNOTATIONS
 from slipstream.compilation.autotune import AUTOTUNER
 from slipstream.compilation.compiling_flag import IS_COMPILING
@@ -15,6 +15,7 @@ from slipstream.compilation.fx_trace import FX_FLAG, FX_MODULES
 from slipstream.compilation.hazards import Hazard, Report, State
 from slipstream.compilation.hooks import installed, when_imported
 from slipstream.compilation.inductor import INDUCTOR_AUTOTUNER
+from slipstream.compilation.locks import new_rlock
 from slipstream.compilation.lowering import LAZY_BACKWARD, THREAD_CONFIG, share
 from slipstream.compilation.tensor_cache import TENSOR_CACHE
 from slipstream.errors import CompilationError
@@ -41,8 +42,8 @@ _IMPORTED_FIRST = (
     "torch.nn.attention.flex_attention",
 )
 
-_lock = threading.RLock()
-_installing = threading.RLock()
+_lock = new_rlock()
+_installing = new_rlock()
 _states: dict[str, State] = {}
 _asked = False
 _allow_unknown = False
@@ -77,6 +78,7 @@ def install(*, allow_unknown: bool = False) -> Report:
             if there:
                 when_imported(hazard.module, _Handle(hazard))
         share()
+        forks.watch()
         _asked = True
     found = report()
     _refuse_unknown(found)

@@ -12,7 +12,6 @@ import functools
 import io
 import re
 import sys
-import threading
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from slipstream.compilation.hooks import when_imported
+from slipstream.compilation.locks import new_lock
 
 _COMPILER = "triton.compiler.compiler"
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[^/\\\0]{1,255}")
 
 Files = dict[str, bytes]
 
-_lock = threading.Lock()
+_lock = new_lock()
 _compiled = 0
 _counting = False
 

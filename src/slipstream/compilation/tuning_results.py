@@ -11,18 +11,18 @@ import gc
 import json
 import math
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
 from slipstream.compilation.hooks import when_imported
+from slipstream.compilation.locks import new_rlock
 
 _MODULE = "triton.runtime.autotuner"
 
 Result = dict[str, Any]
 
-_lock = threading.RLock()
+_lock = new_rlock()
 _pending: dict[str, list[Result]] = {}  # by kernel
 _restored = 0
 _watching = False

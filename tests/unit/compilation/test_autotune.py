@@ -168,6 +168,64 @@ def test_timing_by_hand_is_not_disturbed_by_a_choice_that_is_there(fresh):
     )
 
 
+def test_a_child_that_is_forked_while_a_key_is_tuned_tunes_it_itself(fresh):
+    assert (
+        fresh(
+            PRELUDE
+            + """
+    import os, time
+    inside, leave = threading.Event(), threading.Event()
+    def bench(call, quantiles=None):
+        inside.set()
+        leave.wait(60)
+        return [1.0] * 3
+    tuner = Autotuner(_Kernel(), ["x"], configs, ["x"], None, None, do_bench=bench)
+    def tune():
+        tuner.run(7)
+        left = tuner.__dict__["_slipstream_shared"]
+        return (7,) in tuner.cache and (left.timings, left.threads) == ({}, {})
+    found = []
+    thread = threading.Thread(target=lambda: found.append(tune()))
+    thread.start()
+    inside.wait(60)
+    child = os.fork()
+    if not child:
+        leave.set()
+        os._exit(0 if tune() else 1)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    leave.set()
+    thread.join()
+    print(code, found)
+    """
+        )
+        == "0 [True]"
+    )
+
+
+def test_a_child_that_the_tuning_thread_forks_goes_on_tuning(fresh):
+    assert (
+        fresh(
+            PRELUDE
+            + """
+    import os
+    forked = []
+    def bench(call, quantiles=None):
+        if not forked:
+            forked.append(os.fork())
+        return [1.0] * 3
+    tuner = Autotuner(_Kernel(), ["x"], configs, ["x"], None, None, do_bench=bench)
+    tuner.run(7)
+    left = tuner.__dict__["_slipstream_shared"]
+    well = (len(tuner.cache), left.timings, left.threads) == (1, {}, {})
+    if not forked[0]:
+        os._exit(0 if well else 1)
+    print(os.waitstatus_to_exitcode(os.waitpid(forked[0], 0)[1]), well)
+    """
+        )
+        == "0 True"
+    )
+
+
 def test_a_cleared_cache_is_tuned_again(fresh):
     assert (
         fresh(
