@@ -45,7 +45,8 @@ class Round:
 
     errors: a message for each thread that raised; dense: uncompiled calls of flex attention; wrong: a line for each
     thread whose outputs or gradients differ from those of the same work done alone; benches: how often a configuration
-    was timed, tuned: how many different ones were (by kernel, device, key and configuration); hang: it was ended.
+    was timed, tuned: how many different ones were (by kernel, device, key and configuration); hang: it was ended;
+    left_out: what a library refuses to do on this machine, which no thread is to blame for.
     """
 
     number: int
@@ -56,6 +57,7 @@ class Round:
     benches: int = 0
     tuned: int = 0
     hang: bool = False
+    left_out: tuple[str, ...] = ()
 
     @property
     def bad(self) -> bool:
@@ -70,7 +72,7 @@ class Round:
     def from_json(text: str) -> Round:
         """Return the round that ``to_json`` wrote."""
         values = json.loads(text)
-        return Round(**{**values, "errors": tuple(values["errors"]), "wrong": tuple(values["wrong"])})
+        return Round(**values | {name: tuple(values[name]) for name in ("errors", "wrong", "left_out")})
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,10 @@ class Row:
         """Return (message, threads that raised it), the commonest first."""
         return collections.Counter(e for r in self.rounds for e in r.errors).most_common()
 
+    def left_out(self) -> list[str]:
+        """Return what was left out of some round, each once."""
+        return list(dict.fromkeys(text for r in self.rounds for text in r.left_out))
+
     def figures(self) -> dict[str, Any]:
         """Return every figure, for JSON."""
         return {
@@ -145,5 +151,6 @@ class Row:
             "messages": dict(self.messages()),
             "wrong": [f"round {r.number}, {line}" for r in self.rounds for line in r.wrong],
             "stacks": list(self.stacks),
+            "left_out": self.left_out(),
             "note": self.note,
         }

@@ -64,6 +64,7 @@ class Counts:
         self._dense: list[Any] = []
         self._benches: list[Any] = []
         self._alive: list[Any] = []
+        self._left_out: dict[str, None] = {}
         self._local = threading.local()
 
     @contextlib.contextmanager
@@ -113,6 +114,16 @@ class Counts:
             return do_bench(*args, **kwargs)
 
         return counted
+
+    def leave_out(self, what: str) -> None:
+        """Note what could not be done on this machine, by any number of threads."""
+        self._left_out[what] = None
+
+    def take_left_out(self) -> tuple[str, ...]:
+        """Return what was left out since the last call."""
+        found = tuple(self._left_out)
+        self._left_out.clear()
+        return found
 
     def take(self) -> tuple[int, int, int]:
         """Return (dense calls, benches, different benches) and begin anew."""
@@ -177,4 +188,5 @@ def play(work: Cold, *, number: int, enter: Callable[[], None], counts: Counts, 
             wrong.append(f"thread {i}: {seen}")
     counts.take()  # what was done alone does not count
     seconds = time.perf_counter() - began
-    return Round(number, seconds, tuple(errors), dense, tuple(wrong), benches, tuned)
+    left_out = counts.take_left_out()
+    return Round(number, seconds, tuple(errors), dense, tuple(wrong), benches, tuned, left_out=left_out)

@@ -115,6 +115,7 @@ def explain(rows: list[Row]) -> list[str]:
         if wrong:
             lines.append(f"{where}: wrong values, first in {wrong}")
         lines += [f"{where}: every thread's stack is in {path}" for path in row.stacks]
+        lines += [f"{where}: left out: {what}" for what in row.left_out()]
         if row.note:
             lines.append(f"{where}: {row.note}")
         if not row.guard and row.clean:

@@ -37,3 +37,13 @@ def test_no_round_at_all_is_not_clean():
     assert not Row("w", guard=True, processes=1, rounds=()).clean
     assert Row("w", guard=True, processes=1, rounds=(Round(0, 1.0),)).clean
     assert Row("w", guard=True, processes=1, rounds=(Round(0, 1.0),)).tunings is None
+
+
+def test_what_a_library_refuses_is_told_once_and_is_no_fault():
+    from slipstream.compilation.stress_table import explain
+
+    rounds = tuple(Round(n, 1.0, left_out=("the backward",)) for n in range(3))
+    row = Row("fla", True, 3, tuple(Round.from_json(r.to_json()) for r in rounds))
+    assert row.clean
+    assert row.figures()["left_out"] == ["the backward"]
+    assert explain([row]) == ["fla, guard on: left out: the backward"]
