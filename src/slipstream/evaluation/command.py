@@ -66,6 +66,11 @@ def evaluate_path(
         return None
     own = is_run and drafter is None
     trained = trained_with(path) if own else None
+    if own and trained is None:
+        told = (
+            f"warning: {path} has no run.json: whether {recipe.target.path} is the target it learned from is not known"
+        )
+        console.print(told, markup=False, soft_wrap=True)
     record = circumstances(recipe, directory, device, overrides=overrides)
     result = evaluate_drafter(recipe, directory, device=device, dtype=dtype, trained_with=trained, console=console)
     print_result(result, console)

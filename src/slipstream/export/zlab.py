@@ -182,6 +182,8 @@ def export_drafter(
             notes += (
                 "evaluation.json has no number tau, so none is given: measure again with slipstream evaluate RUN",
             )
+        if facts.get("evaluated_other"):
+            notes += ("evaluation.json measured other weights, so none of it is given: slipstream evaluate RUN",)
         card = model_card(written, proof=proof, commands=commands, notes=notes, facts=facts, target=target)
         write_atomically(aside / "README.md", card)
         _sync_files(aside)
@@ -227,10 +229,12 @@ def drafter_of_run(run_dir: Path) -> Path:
 
 
 def run_facts(run_dir: Path, source: Path) -> dict[str, Any]:
-    """Return what the run's files say: digests of target and tokenizer, data key, step, run id, evaluation.json.
+    """Return what the run's files say: digests of target and tokenizer, data key, step, run id, and evaluation.json if
+    it measured the weights in ``source``.
 
     The identity is the checkpoint's; that of run.json where checkpoints/ was removed. Raises ExportError.
     """
+    from slipstream.drafter.store import weights_digest
     from slipstream.training.checkpoint import complete_checkpoints
 
     facts: dict[str, Any] = {}
@@ -254,7 +258,9 @@ def run_facts(run_dir: Path, source: Path) -> dict[str, Any]:
         if not isinstance(facts[fact], str | None):
             raise ExportError(f"{told_by}: {name} is {facts[fact]!r}, not a digest; restore the file")
     evaluation = _read_json(run_dir / "evaluation.json")
-    if evaluation:
+    if evaluation.get("drafter_digest", digest := weights_digest(source)) != digest:
+        facts["evaluated_other"] = True
+    elif evaluation:
         facts["evaluation"] = evaluation
     return {name: value for name, value in facts.items() if value is not None}
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from slipstream.errors import ConfigError, DecodingError, TargetError
-from slipstream.evaluation.command import refuse_lossy
+from slipstream.errors import ConfigError, DecodingError, DrafterError, TargetError
+from slipstream.evaluation.command import evaluate_path, refuse_lossy
 from slipstream.evaluation.display import losslessness
 from slipstream.evaluation.measure import require_same, table_documents
 from slipstream.evaluation.record import output_path, trained_with
@@ -95,6 +95,14 @@ def test_a_run_tells_what_it_was_trained_with(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(ConfigError, match="does not tell which target"):
         trained_with(tmp_path)
+
+
+def test_a_run_that_does_not_tell_its_target_is_spoken_of(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text('[target]\npath = "somewhere"\ndtype = "float32"\n')
+    told = io.StringIO()
+    with pytest.raises(DrafterError):  # it has no drafter either, which comes next
+        evaluate_path(tmp_path, ["--run.device", "cpu"], console=Console(file=told, width=200))
+    assert "no run.json: whether somewhere is the target it learned from is not known" in told.getvalue()
 
 
 def test_other_settings_do_not_replace_an_evaluation(tmp_path: Path) -> None:

@@ -442,6 +442,20 @@ def test_a_digest_that_is_none_is_refused(
         export_run(run, tmp_path / "out")
 
 
+def test_figures_of_other_weights_are_not_given(
+    tmp_path: Path, target: Target, config: DrafterConfig, draft_model: DraftModel
+) -> None:
+    from slipstream.drafter.store import weights_digest
+
+    run = make_run(tmp_path / "run", target, config, draft_model)
+    for digest, given in ((weights_digest(run / "drafter"), True), ("0" * 64, False)):
+        (run / "evaluation.json").write_text(json.dumps({"tau": 2.5, "prompts": 3, "drafter_digest": digest}))
+        report = export_run(run, tmp_path / f"out-{given}")
+        assert report is not None
+        assert ("2.500 tokens" in (tmp_path / f"out-{given}" / "README.md").read_text()) is given
+        assert any("measured other weights" in note for note in report.notes) is not given
+
+
 @pytest.mark.parametrize("evaluation", [{"a": 1}, {"tau": "2.5"}, {"tau": True}, {"tau": None}])
 def test_figures_without_a_tau_are_left_out_and_said(
     evaluation: dict[str, Any], tmp_path: Path, target: Target, config: DrafterConfig, draft_model: DraftModel
