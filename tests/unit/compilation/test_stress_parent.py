@@ -199,11 +199,17 @@ def test_a_parent_that_is_ended_leaves_no_child_and_no_caches(batch: Batch, numb
         SAMPLES.replace("if number == 1 and thread == 0:", f"{body}\n            if 1:"), encoding="utf-8"
     )
     given = dataclasses.asdict(dataclasses.replace(batch, reference="stress_samples:Hangs", keep=str(temporary)))
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, json.dumps(given)],
-        env={**os.environ, "PYTHONPATH": f"{SOURCE}:{os.environ['PYTHONPATH']}", "TMPDIR": str(temporary)},
-        stderr=subprocess.DEVNULL,
-    )
+    # Whatever the shell said: nohup and background jobs start their children with these ignored.
+    before = {ignored: signal.signal(ignored, signal.SIG_DFL) for ignored in (signal.SIGHUP, signal.SIGINT)}
+    try:
+        parent = subprocess.Popen(
+            [sys.executable, "-c", PARENT, json.dumps(given)],
+            env={**os.environ, "PYTHONPATH": f"{SOURCE}:{os.environ['PYTHONPATH']}", "TMPDIR": str(temporary)},
+            stderr=subprocess.DEVNULL,
+        )
+    finally:
+        for ignored, handler in before.items():
+            signal.signal(ignored, handler)
     try:
         assert within(120, lambda: told.exists() and told.read_text(encoding="utf-8") != "")
         child = int(told.read_text(encoding="utf-8"))
