@@ -2,6 +2,7 @@
 
 Merges are learnt once, for the largest vocabulary asked for; a smaller one is a prefix of it, since BPE is greedy. So
 the sizes are compared on the very same merges. The one that is kept becomes a Hugging Face tokenizer folder.
+``--settings-only`` writes that folder's settings and chat template anew, and leaves the vocabulary alone.
 """
 
 import argparse
@@ -22,6 +23,18 @@ SPECIALS += [f"<|reserved_{i}|>" for i in range(11)]
 # line's indent, as one piece; blanks. A line end never joins the signs before it: a prompt that stops at a docstring's
 # closing quotes is cut where the tokens are cut anyway.
 PATTERN = r" ?\p{N}| ?[^\r\n\s\p{L}\p{N}]?\p{L}+|\s*\n[ \t]*| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# ChatML, but the prompt stops before the line end behind "assistant": with the indent after it that is one token, which
+# the answer starts with, as source goes on behind a docstring. So no token spans the border, whoever encodes.
+TEMPLATE = """\
+{%- for message in messages -%}
+{%- set content = message.content or '' -%}
+{%- set own_line_end = message.role == 'assistant' and content.startswith('\\n') -%}
+{{ '<|im_start|>' + message.role + ('' if own_line_end else '\\n') + content + '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant' }}
+{%- endif -%}
+"""
 SIZES = (4096, 8192, 16384)
 KEPT = 8192
 
@@ -76,19 +89,31 @@ def bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> float:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a Hugging Face tokenizer folder. There is no chat template: the target completes source."""
+    """Write a Hugging Face tokenizer folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
+    save_settings(folder)
+
+
+def save_settings(folder: Path) -> None:
+    """Write what stands beside the vocabulary: settings and chat template.
+
+    A turn's end is the tokenizer's end of sequence, as in other chat models: who reads only one sees that one. The end
+    of a document is the generation config's second. The class is named by the name that every release of transformers
+    reads as "take the file as it is": what is registered for ``qwen3_5`` has a splitting of its own.
+    """
+    named = ("<|im_end|>", "<|pad|>", "<|mask|>")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|endoftext|>",
+        "eos_token": "<|im_end|>",
         "pad_token": "<|pad|>",
         "mask_token": "<|mask|>",
-        "additional_special_tokens": [t for t in SPECIALS if t not in ("<|endoftext|>", "<|pad|>", "<|mask|>")],
+        "additional_special_tokens": [t for t in SPECIALS if t not in named],
         "clean_up_tokenization_spaces": False,
         "model_max_length": 4096,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
 
 
 def main() -> None:
@@ -96,7 +121,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=Path, default=BUILD, help="where clean_corpus.py worked")
     parser.add_argument("--sample", type=int, default=120_000_000, help="bytes of training text to learn from")
+    parser.add_argument("--settings-only", action="store_true", help="of the tokenizer that is there")
     args = parser.parse_args()
+    if args.settings_only:
+        save_settings(args.build / "tokenizer")
+        return
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     texts = sample(args.build / "clean" / "train.jsonl", args.sample)
     held_out = list(documents(args.build / "clean" / "heldout.jsonl"))
