@@ -1,4 +1,4 @@
-"""The embedded target's corpus: what is refused for its licence, what is cleaned out, and how prompts are cut."""
+"""The embedded target's corpus: what is refused for its licence, what is cleaned out, how it is encoded."""
 
 import importlib
 import sys
@@ -33,7 +33,7 @@ def load(name: str) -> ModuleType:
         sys.path.remove(str(FOLDER))
 
 
-licences, cleaning, prompting = load("licences"), load("clean_corpus"), load("make_prompts")
+licences, cleaning = load("licences"), load("clean_corpus")
 tokenizing, encoding, fetching = load("train_tokenizer"), load("encode_corpus"), load("fetch_corpus")
 
 
@@ -178,27 +178,6 @@ def test_a_smaller_vocabulary_is_a_prefix(tokenizer: Tokenizer) -> None:
     assert small.get_vocab_size() == 300
     assert {t: n for t, n in tokenizer.get_vocab().items() if n < 300} == small.get_vocab()
     assert small.decode(small.encode(FUNCTION).ids) == FUNCTION
-
-
-def test_prompts_end_at_the_quotes_and_have_exact_lengths(tokenizer: Tokenizer) -> None:
-    lines = "alpha = beta\n" * 40
-    text = "".join(f"{lines}\n{FUNCTION}".replace("work", f"work_{'x' * n}") for n in range(1, 30))
-    lengths = (64, 96, 128)
-    found = list(prompting.prompts_of(tokenizer, {"package": "p", "file": "f.py", "text": text}, lengths))
-    assert found
-    assert len({key for key, _ in found}) == len(found)
-    for _, prompt in found:
-        assert prompt.prompt.endswith('"""')
-        assert len(tokenizer.encode(prompt.prompt).ids) == prompt.tokens
-        assert prompt.tokens in lengths
-        assert prompt.prompt in text
-        assert "def work" in prompt.prompt
-
-
-def test_functions_without_a_body_give_no_prompt() -> None:
-    bare = 'def f(a):\n    """A docstring that is long enough to count."""\n    raise NotImplementedError\n'
-    assert list(prompting.documented(bare)) == []
-    assert len(list(prompting.documented(FUNCTION))) == 1
 
 
 def test_parts_unpack_to_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
