@@ -4,13 +4,8 @@ Usable alone: it imports nothing of the trainer, and torch only when it is calle
 """
 
 from slipstream.compilation.dense import dense_flex_allowed
-from slipstream.compilation.guard import (
-    compiled_flex_attention,
-    first_call_alone,
-    late_compilations,
-    shapes_are_final,
-    shapes_may_change,
-)
+from slipstream.compilation.final_shapes import late_compilations, shapes_are_final, shapes_may_change
+from slipstream.compilation.guard import compiled_flex_attention, first_call_alone
 from slipstream.compilation.safety import install, report, verify
 from slipstream.errors import CompilationError
 

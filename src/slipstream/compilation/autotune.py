@@ -83,7 +83,8 @@ class PerThread:
         try:
             return tuner.__dict__[self.slot].value
         except (KeyError, AttributeError):
-            return self.default()
+            # Its own attribute is that of a launch which was under way when this came into force.
+            return tuner.__dict__[self.name] if self.name in tuner.__dict__ else self.default()
 
 
 def tuning_key(tuner: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -158,9 +159,11 @@ def _apply() -> None:
         device = tuning_device(self)
         place = (device, tuning_key(self, meta))
         shared = self.__dict__.setdefault(_SHARED, _Shared())
-        if mark.__get__(self) is None:
+        if (before := mark.__get__(self)) != place:
             mark.__set__(self, place)
             with shared.lock:
+                if before is not None:  # timed by hand, and never run to its end
+                    shared.leave(before, threading.get_ident())
                 # ``run`` has looked in the cache before. Whoever tuned since has left its choice there, and its
                 # timings are gone: to time again would put another choice in place of one that is in use.
                 late = place not in shared.threads and place[1] in self.cache
@@ -245,6 +248,9 @@ def _check() -> str:
         thread.join(10)
     if failures:
         return f"a launch beside another one failed: {failures[0]}"
+    left = tuner.__dict__.get(_SHARED)
+    if left is not None and left.threads:
+        return "a launch that tuned leaves its timings behind: Autotuner.run is not the one that was installed"
     if len(benches) != len(configs):
         return f"{len(configs)} configurations were timed {len(benches)} times by two threads"
     return _check_restore()

@@ -156,9 +156,16 @@ def _modules_apply() -> None:
 
     @functools.wraps(trace)
     def trace_own_modules(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lock = trace_lock()
         if getattr(self, "patches_nothing", False):
-            return own_modules(self, *args, **kwargs)
-        with trace_lock():
+            # A probe may not wait for a long compilation. Where nobody compiles it shows that traces take the lock.
+            self.alone = lock.acquire(blocking=False)
+            try:
+                return own_modules(self, *args, **kwargs)
+            finally:
+                if self.alone:
+                    lock.release()
+        with lock:
             outer_patchers.append(getattr(fx, "CURRENT_PATCHER", None))
             try:
                 return own_modules(self, *args, **kwargs)
@@ -196,9 +203,14 @@ def _modules_check() -> str:
 
     with Aside(body) as aside:
         # What a module of this thread does during that trace: torch.nn.Module.__call__ is the tracer's then.
-        result = probes[0].call_module(None, lambda x: x + 1, (1,), {})
+        result = probes[0].call_module(None, lambda x: x + 1, (1,), {}) if probes else None
+        alone = getattr(probes[0], "alone", None) if probes else False
+        if held := bool(alone) and trace_lock().acquire(blocking=False):
+            trace_lock().release()
     if aside.failure:
         return f"a trace in another thread failed: {aside.failure}"
+    if alone is None or held:
+        return "two threads can trace at once, which corrupts nn.Module"
     return "a module called in this thread was handed to another thread's tracer" if given or result != 2 else ""
 
 

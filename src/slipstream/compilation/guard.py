@@ -8,55 +8,33 @@ variable or a stance, a recompile limit, a graph break).
 from __future__ import annotations
 
 import itertools
-import logging
+import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from slipstream.compilation import final_shapes
 from slipstream.compilation.dense import refuse_eager_flex
+from slipstream.compilation.fx_trace import trace_lock
 from slipstream.compilation.locks import first_call_lock, new_lock
-from slipstream.errors import CompilationError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-log = logging.getLogger("slipstream.compilation")
 _lock = new_lock()
 _flex: list[FirstCallAlone] = []
-_final: bool | None = None  # None: shapes may still be new; else whether a new one is an error
-_late: dict[str, int] = {}
 _KEPT = "_slipstream_signature"
 _describe: dict[type, Callable[[Any], Any]] = {}
 _mask_numbers: dict[Any, tuple[str, int]] = {}
 _numbers = itertools.count()
 
 
-def shapes_are_final(*, strict: bool) -> None:
-    """Say that every shape has been seen: from now on a new signature is an error (``strict``) or counted and logged.
-
-    For the whole process. A run says so after its first step. Thread-safe.
-    """
-    global _final
-    _final = strict
-
-
-def shapes_may_change() -> None:
-    """Take ``shapes_are_final`` back and forget the counts. Thread-safe."""
-    global _final
-    _final = None
-    _late.clear()
-
-
-def late_compilations() -> dict[str, int]:
-    """Return how often each function was compiled for a new signature after ``shapes_are_final``."""
-    return dict(_late)
-
-
 def signature(value: Any) -> Any:
     """Return what a static compilation of a call depends on, as a hashable value; cheap: it is made at every call.
 
     Tensors count by shape, strides, dtype, device and whether they want a gradient; containers by their items; block
-    masks by shape, tile size, and predicate: its code and what it closes over; other objects by their identity.
+    masks by shape, tile size, whether they have full tiles, and predicate: its code and what it closes over; other
+    objects by their identity, and they are kept.
     """
     kind = type(value)
     describe = _describe.get(kind)
@@ -67,6 +45,9 @@ def signature(value: Any) -> Any:
 
 def _describer(value: Any) -> Callable[[Any], Any]:
     """Return how values of this type are described; asked once a type, since asking costs more than describing."""
+    proxy = getattr(sys.modules.get("torch.fx.proxy"), "Proxy", None)
+    if proxy is not None and isinstance(value, proxy):  # has every attribute that it is asked for
+        return _Same
     if hasattr(value, "mask_mod"):
         return _mask
     if hasattr(value, "requires_grad") and hasattr(value, "get_device"):
@@ -81,7 +62,25 @@ def _describer(value: Any) -> Callable[[Any], Any]:
         return lambda v: tuple(map(signature, v))
     if isinstance(value, dict):
         return lambda v: tuple((k, signature(x)) for k, x in v.items())
-    return id
+    return _Same
+
+
+class _Same:
+    """Equal to what holds the same object. Keeps it: an id alone may belong to another object later."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __repr__(self) -> str:
+        return object.__repr__(self.value)
 
 
 def _signatures(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +95,9 @@ def _mask(mask: Any) -> Any:
     """Return a block mask's part of the signature, kept on the mask: it is refreshed in place, not made anew."""
     kept = mask.__dict__.get(_KEPT)
     if kept is None or kept[0] is not mask.mask_mod:
-        found = (tuple(mask.shape), mask.BLOCK_SIZE, _closure(mask.mask_mod))
+        indices = [getattr(mask, name, None) for name in ("kv_indices", "full_kv_indices")]
+        tiles = tuple(None if found is None else tuple(found.shape) for found in indices)
+        found = (tuple(mask.shape), mask.BLOCK_SIZE, tiles, _closure(mask.mask_mod))
         # A number in its place: the whole of it would be hashed at every call.
         kept = (mask.mask_mod, _mask_numbers.setdefault(found, ("mask", next(_numbers))))
         mask.__dict__[_KEPT] = kept
@@ -107,7 +108,7 @@ def _closure(predicate: Any) -> Any:
     """Return what a predicate's compilation depends on: code, and by signature what it closes over."""
     code = getattr(predicate, "__code__", None)
     if code is None:
-        return id(predicate)
+        return _Same(predicate)
     return (code, *(signature(cell.cell_contents) for cell in predicate.__closure__ or ()))
 
 
@@ -143,7 +144,12 @@ class FirstCallAlone:
         key = (self._key(*args, **kwargs), grad(), autocast())
         compiled = self._compiled.get(key)
         if compiled is not None:
-            return compiled(*args, **kwargs)
+            try:
+                return compiled(*args, **kwargs)
+            except Exception:
+                if (refused := final_shapes.take_refusal()) is not None:
+                    raise refused from None
+                raise
         return self._first(key, args, kwargs)
 
     def _load(self) -> Any:
@@ -156,25 +162,19 @@ class FirstCallAlone:
     def _first(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         import torch
 
+        if trace_lock()._is_owned():
+            # This thread is in the middle of a trace. Whoever has the gate may be waiting for the lock that the trace
+            # holds; and the compiled call below says itself what is wrong with being traced.
+            return torch.compile(_twin(self.function), **self._options)(*args, **kwargs)
         with first_call_lock():
             compiled = self._compiled.get(key)
             if compiled is not None:  # another thread was first
                 return compiled(*args, **kwargs)
-            self._meet_late_shape(key)
+            final_shapes.meet(self.name, f"meets a new signature, {key[0]},")
             compiled = torch.compile(_twin(self.function), **self._options)
             result = compiled(*args, **kwargs)
             self._compiled[key] = compiled
             return result
-
-    def _meet_late_shape(self, key: Any) -> None:
-        strict = _final
-        if strict is None:
-            return
-        what = f"{self.name} meets a new signature after the shapes were said to be final: {key[0]}"
-        if strict:
-            raise CompilationError(f"{what}; it would be compiled again. Keep shapes fixed, or set strict off")
-        _late[self.name] = _late.get(self.name, 0) + 1
-        log.warning("%s (number %d)", what, _late[self.name])
 
     def signatures(self) -> int:
         """Return for how many signatures it has been compiled."""
@@ -183,6 +183,9 @@ class FirstCallAlone:
     def forget(self) -> None:
         """Drop every compiled object."""
         self._compiled.clear()
+
+
+final_shapes.gate(FirstCallAlone.__call__.__code__, FirstCallAlone._first.__code__)
 
 
 def _twin(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,8 +11,8 @@ from slipstream.compilation.annotations import ANNOTATIONS
 from slipstream.compilation.autotune import AUTOTUNER
 from slipstream.compilation.compiling_flag import IS_COMPILING
 from slipstream.compilation.dense import DENSE_FLEX
-from slipstream.compilation.fx_trace import FX_FLAG, FX_MODULES
-from slipstream.compilation.hazards import Hazard, Report, State
+from slipstream.compilation.fx_trace import FX_FLAG, FX_MODULES, trace_lock
+from slipstream.compilation.hazards import Hazard, Report, State, Status
 from slipstream.compilation.hooks import installed, when_imported
 from slipstream.compilation.inductor import INDUCTOR_AUTOTUNER
 from slipstream.compilation.locks import new_rlock
@@ -66,23 +66,27 @@ def install(*, allow_unknown: bool = False) -> Report:
         _allow_unknown = _allow_unknown or allow_unknown
         for name in _IMPORTED_FIRST:
             importlib.import_module(name)
-        for hazard in HAZARDS:
-            with _lock:
-                state = _states.get(hazard.name)
-                if state is not None and state.status not in ("not installed", "unknown"):
-                    continue
-                there = installed(hazard.module.split(".")[0]) and (
-                    hazard is not INDUCTOR_AUTOTUNER or installed("triton")
-                )
-                _states[hazard.name] = State(hazard.name, "not imported yet" if there else "not installed")
-            if there:
-                when_imported(hazard.module, _Handle(hazard))
-        share()
+        # Not while another thread compiles: it would be told in the middle of it that it does not.
+        with trace_lock():
+            for hazard in HAZARDS:
+                _install(hazard)
+            share()
         forks.watch()
         _asked = True
     found = report()
     _refuse_unknown(found)
     return found
+
+
+def _install(hazard: Hazard) -> None:
+    with _lock:
+        state = _states.get(hazard.name)
+        if state is not None and state.status not in ("not installed", "unknown"):
+            return
+        there = installed(hazard.module.split(".")[0]) and (hazard is not INDUCTOR_AUTOTUNER or installed("triton"))
+        _states[hazard.name] = State(hazard.name, "not imported yet" if there else "not installed")
+    if there:
+        when_imported(hazard.module, _Handle(hazard))
 
 
 def _refuse_unknown(found: Report) -> None:
@@ -105,13 +109,20 @@ class _Handle:
     def __call__(self, _: ModuleType) -> None:
         hazard = self.hazard
         with _lock:
-            if not hazard.needed():
-                _states[hazard.name] = State(hazard.name, "safe upstream")
-            elif why := hazard.unknown():
+            try:
+                _states[hazard.name] = State(hazard.name, *self._do())
+            except Exception as error:  # what it looks for is not there: this runs inside somebody's import
+                why = f"{hazard.module} is not as known ({type(error).__name__}: {error})"
                 _states[hazard.name] = State(hazard.name, "unknown", why)
-            else:
-                hazard.apply()
-                _states[hazard.name] = State(hazard.name, "handled")
+
+    def _do(self) -> tuple[Status, str]:
+        hazard = self.hazard
+        if not hazard.needed():
+            return "safe upstream", ""
+        if why := hazard.unknown():
+            return "unknown", why
+        hazard.apply()
+        return "handled", ""
 
 
 def report() -> Report:

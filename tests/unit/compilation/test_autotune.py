@@ -107,6 +107,46 @@ def test_an_error_while_tuning_reaches_one_thread_and_the_others_go_on(fresh):
     )
 
 
+def test_a_thread_that_is_ended_from_outside_while_tuning_leaves_nothing_and_the_other_tunes_to_the_end(fresh):
+    """SystemExit, as it is raised in a thread that is told to end, is no Exception."""
+    assert (
+        fresh(
+            PRELUDE
+            + """
+    import ctypes, time
+    benches, ends, inside = [], {}, threading.Event()
+    def bench(call, quantiles=None):
+        me = threading.current_thread().name
+        benches.append(me)
+        if me == "ended" and benches.count(me) == 2:  # one configuration is timed, the next one is being timed
+            inside.set()
+            for _ in range(60_000):  # in steps: the exception comes between two of them
+                time.sleep(0.001)
+        call()
+        return [1.0] * 3
+    tuner = Autotuner(_Kernel(), ["x"], configs, ["x"], None, None, do_bench=bench)
+    def work():
+        try:
+            tuner.run(7)
+            ends[threading.current_thread().name] = "tuned"
+        except BaseException as error:
+            ends[threading.current_thread().name] = type(error).__name__
+    ended, other = (threading.Thread(target=work, name=name) for name in ("ended", "other"))
+    ended.start()
+    inside.wait(60)
+    shared = tuner.__dict__["_slipstream_shared"]
+    other.start()
+    while len(shared.threads[(-1, (7,))]) < 2:  # the other one has come to the same key
+        time.sleep(0.001)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ended.ident), ctypes.py_object(SystemExit))
+    ended.join(60), other.join(60)
+    print(ends, benches, len(tuner.cache), shared.timings, shared.threads)
+    """
+        )
+        == "{'ended': 'SystemExit', 'other': 'tuned'} ['ended', 'ended', 'other', 'other'] 1 {} {}"
+    )
+
+
 LATE = """
     benches, looked, tuned = [], threading.Event(), threading.Event()
     def bench(call, quantiles=None):
@@ -284,3 +324,44 @@ def test_flas_tuner_is_covered_through_its_base(fresh):
         )
         == "[]"
     )
+
+
+def test_a_run_that_was_overwritten_is_found_by_verify(fresh):
+    told = fresh("""
+        from triton.runtime.autotuner import Autotuner
+        from slipstream.compilation import CompilationError, install, verify
+        install()
+        verify()
+        Autotuner.run = Autotuner.run.__wrapped__
+        try:
+            verify()
+            print("not seen")
+        except CompilationError as error:
+            print("triton-autotuner" in str(error))
+    """)
+    assert told == "True"
+
+
+def test_after_a_timing_by_hand_other_keys_are_tuned(fresh):
+    told = fresh("""
+        import triton
+        from triton.runtime.autotuner import Autotuner
+        from slipstream.compilation import install
+        from slipstream.compilation.autotune import _Kernel
+        install()
+        configs = [triton.Config({}, num_warps=w) for w in (1, 2)]
+        timed = []
+
+        def bench(call, quantiles=None):
+            timed.append(1)
+            call()
+            return [1.0] * 3
+
+        tuner = Autotuner(_Kernel(), ["x"], configs, ["x"], None, None, do_bench=bench)
+        tuner.nargs = {"x": 7}
+        tuner._bench(7, config=configs[0])
+        tuner.run(8)
+        tuner.run(9)
+        print(len(timed), len(tuner.cache), dict(tuner.__dict__["_slipstream_shared"].threads))
+    """)
+    assert told == "5 2 {}"

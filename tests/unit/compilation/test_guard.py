@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from slipstream.compilation import guard
+from slipstream.compilation import final_shapes, guard
 from slipstream.compilation.dense import refuse_eager_flex
 from slipstream.compilation.guard import compiled_flex_attention
 from slipstream.errors import CompilationError
@@ -83,9 +83,9 @@ def counting_backend(compiled):
 
 @pytest.fixture(autouse=True)
 def shapes_open():
-    guard.shapes_may_change()
+    final_shapes.shapes_may_change()
     yield
-    guard.shapes_may_change()
+    final_shapes.shapes_may_change()
 
 
 def test_each_signature_is_compiled_once_whoever_comes_first():
@@ -115,13 +115,13 @@ def test_more_shapes_than_the_recompile_limit_are_no_trouble():
 def test_after_the_shapes_are_final_a_new_one_is_an_error_or_counted(caplog):
     double = guard.first_call_alone(lambda x: x * 2, backend=counting_backend([]))
     double(torch.ones(3))
-    guard.shapes_are_final(strict=True)
+    final_shapes.shapes_are_final(strict=True)
     double(torch.ones(3))
-    with pytest.raises(CompilationError, match=r"new signature .*torch\.Size\(\[4\]\)"):
+    with pytest.raises(CompilationError, match=r"new signature, .*torch\.Size\(\[4\]\)"):
         double(torch.ones(4))
-    guard.shapes_are_final(strict=False)
+    final_shapes.shapes_are_final(strict=False)
     double(torch.ones(4))
-    assert list(guard.late_compilations().values()) == [1]
+    assert list(final_shapes.late_compilations().values()) == [1]
     assert "new signature" in caplog.text
 
 
@@ -166,3 +166,86 @@ def test_equal_values_of_other_types_and_strides_are_other_signatures():
     assert guard.signature(float("nan")) == guard.signature(float("nan"))
     assert guard.signature(slice(0, 2)) == guard.signature(slice(0, 2))
     assert guard.signature(torch.device("cpu")) == guard.signature(torch.device("cpu"))
+
+
+def test_other_objects_are_kept_and_told_apart():
+    import gc
+    import weakref
+
+    compiled = guard.first_call_alone(lambda x, how: x + 1, backend="eager")
+
+    class How:
+        pass
+
+    seen = []
+    for _ in range(3):
+        how = How()
+        compiled(torch.ones(1), how)
+        seen.append(weakref.ref(how))
+        del how
+        gc.collect()
+    assert all(ref() is not None for ref in seen), "an id that is free again would stand for another object"
+    assert compiled.signatures() == 3
+
+
+TRACE_BESIDE_A_FIRST_CALL = """
+    import threading, time, torch
+    from slipstream.compilation import install, first_call_alone
+    install()
+    torch.compile(lambda x: x - 1, backend="eager")(torch.ones(1))
+    gate = first_call_alone(lambda x: x + 1, backend="eager")
+    inside, go, ends = threading.Event(), threading.Event(), {}
+
+    def traced(x):
+        inside.set()
+        go.wait(20)
+        time.sleep(0.3)  # the other one is in its first call now, and waits for the lock that this trace holds
+        return x + gate(torch.ones(3))
+
+    def trace():
+        try:
+            torch.fx.symbolic_trace(traced)
+        except RuntimeError as error:
+            ends["trace"] = "Detected that you are using FX" in str(error)
+
+    def call():
+        inside.wait(20)
+        go.set()
+        ends["call"] = gate(torch.ones(3)).tolist() == [2, 2, 2]
+
+    threads = [threading.Thread(target=f, daemon=True) for f in (trace, call)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    print(ends, [t.is_alive() for t in threads])
+    import os, sys
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+def test_a_trace_that_calls_it_and_a_first_call_do_not_wait_for_each_other(fresh):
+    told = fresh(TRACE_BESIDE_A_FIRST_CALL)
+    assert told in (
+        "{'trace': True, 'call': True} [False, False]",
+        "{'call': True, 'trace': True} [False, False]",
+    )
+
+
+def test_inside_an_fx_trace_it_is_reported_as_upstream_would(fresh):
+    told = fresh("""
+        import torch
+        from slipstream.compilation import install, first_call_alone
+        install()
+        gate = first_call_alone(lambda x: x + 1, backend="eager")
+        gate(torch.ones(2))
+        said = set()
+        for function in (lambda x: gate(x), lambda x: x + gate(torch.ones(2)), lambda x: x + gate(torch.ones(5))):
+            try:
+                torch.fx.symbolic_trace(function)
+            except Exception as error:
+                said.add(str(error)[:30])
+        print(said)
+    """)
+    assert told == "{'Detected that you are using FX'}"
