@@ -17,7 +17,11 @@ import fcntl
 import hashlib
 import io
 import json
+import lzma
 import os
+import tempfile
+import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -33,6 +37,19 @@ SUFFIX = ".bundle"
 DAMAGED = ".damaged"
 LOCK = ".lock"
 _LONGEST_LINE = 1 << 20
+_LARGEST = 1 << 34  # bytes of a section: many times what a large model's graphs take
+
+# What zipfile and its decompressors raise for a file that is no zip, was cut or changed, or is of an unknown kind.
+UNREADABLE_ZIP = (
+    zipfile.BadZipFile,
+    zipfile.LargeZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    EOFError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+)
 
 
 class DamagedBundle(Exception):
@@ -60,8 +77,13 @@ class Bundle:
 
 def directory() -> Path:
     """Return where bundles are kept: ``compiled`` under ``SLIPSTREAM_CACHE`` or ``~/.cache/slipstream``."""
-    given = os.environ.get("SLIPSTREAM_CACHE")
-    return (Path(given) if given else Path.home() / ".cache" / "slipstream") / "compiled"
+    if given := os.environ.get("SLIPSTREAM_CACHE"):
+        return Path(given) / "compiled"
+    try:
+        home = Path.home()
+    except RuntimeError:  # a container's user without a name or a home
+        return Path(tempfile.gettempdir()) / f"slipstream-{os.getuid()}" / "compiled"
+    return home / ".cache" / "slipstream" / "compiled"
 
 
 def file_name(environment: Fields, work: Fields) -> str:
@@ -103,10 +125,11 @@ def _header(stream: BinaryIO) -> tuple[Bundle, list[dict[str, Any]]]:
         kinds = {"environment": dict, "work": dict, "about": dict, "created": str}
         if any(not isinstance(told[name], kind) for name, kind in kinds.items()):
             raise TypeError
-        if any(s["bytes"] < 0 or not isinstance(s["name"], str) for s in sections):
+        if any(not 0 <= s["bytes"] <= _LARGEST or not isinstance(s["name"], str) for s in sections):
             raise ValueError
+        json.dumps(told, ensure_ascii=False).encode("utf-8")  # a lone half of a character could not be shown
         return Bundle(**{name: told[name] for name in kinds}), sections
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DamagedBundle(f"its header cannot be read ({type(error).__name__})") from None
 
 
@@ -114,8 +137,12 @@ def decode(stream: BinaryIO) -> Bundle:
     """Return the bundle that a binary stream holds. Raises DamagedBundle unless every byte is as it was written."""
     head, described = _header(stream)
     sections = {}
+    left = _size_left(stream)
     for section in described:
+        if section["bytes"] > left:  # before so much memory is asked for
+            raise DamagedBundle(f"its section {section['name']} is cut off")
         content = stream.read(section["bytes"])
+        left -= len(content)
         if len(content) != section["bytes"]:
             raise DamagedBundle(f"its section {section['name']} is cut off")
         if hashlib.sha256(content).hexdigest() != section["sha256"]:
@@ -125,6 +152,13 @@ def decode(stream: BinaryIO) -> Bundle:
         raise DamagedBundle("it is longer than its header says")
     head.sections.update(sections)
     return head
+
+
+def _size_left(stream: BinaryIO) -> int:
+    here = stream.tell()
+    end = stream.seek(0, io.SEEK_END)
+    stream.seek(here)
+    return end - here
 
 
 def read_bundle(path: Path) -> Bundle:

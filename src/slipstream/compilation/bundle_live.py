@@ -46,7 +46,7 @@ class _Loaded:
 
     name: str
     results: int
-    before: tuple[int, int, int]
+    before: tuple[int, int, int | None]
 
 
 # -- out of this process ----------------------------------------------------------------------------------------------
@@ -151,11 +151,12 @@ def _take_up(path: Path, bundle: Bundle, say: Say) -> bool:
     try:
         results = tuning_results.decode(bundle.sections.get(TUNING, b"[]"))
         kernels = triton_kernels.decode(bundle.sections.get(KERNELS, b""))
+        # What may fail comes first, so that a bundle which is told to be of no use has not been taken up in part.
+        put = _put_kernels(kernels)
         content = bundle.sections.get(TORCH, b"")
         if content and torch.compiler.load_cache_artifacts(content) is None:
             raise ValueError("torch cannot read its artifacts")
         tuning_results.restore(results)
-        triton_kernels.restore(kernels)
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         say(f"warning: the compile bundle {path} could not be loaded ({reason}); kernels are compiled anew")
@@ -165,7 +166,7 @@ def _take_up(path: Path, bundle: Bundle, say: Say) -> bool:
         _loaded[:] = [_Loaded(path.name, len(results), _counts())]
     say(
         f"compile bundle {path.name} of {bundle.created}: {bundle.about.get('graphs', 0)} graphs, "
-        f"{len(results)} tuning results, {len(kernels)} Triton kernels"
+        f"{len(results)} tuning results, {put}"
     )
     return True
 
@@ -178,7 +179,17 @@ def graph_counts() -> tuple[int, int]:
     return graphs["fxgraph_cache_hit"], graphs["fxgraph_cache_miss"] + graphs["fxgraph_cache_bypass"]
 
 
-def _counts() -> tuple[int, int, int]:
+def _put_kernels(kernels: Mapping[str, triton_kernels.Files]) -> str:
+    """Put kernels into Triton's cache; return what is to be said of them. Without them the rest is of use as well."""
+    try:
+        triton_kernels.restore(kernels)
+    except (OSError, RuntimeError, ImportError) as error:
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        return f"without its {len(kernels)} Triton kernels, which cannot be put into Triton's cache ({why})"
+    return f"{len(kernels)} Triton kernels"
+
+
+def _counts() -> tuple[int, int, int | None]:
     return *graph_counts(), triton_kernels.compiled()
 
 
@@ -193,10 +204,14 @@ def first_step_report() -> str | None:
         if not _loaded:
             return None
         loaded = _loaded.pop()
-    hits, misses, kernels = (now - then for now, then in zip(_counts(), loaded.before, strict=True))
+    now = _counts()
+    hits, misses = now[0] - loaded.before[0], now[1] - loaded.before[1]
+    kernels = "Triton kernels are not counted: another listener took the place of the one that does"
+    if now[2] is not None and loaded.before[2] is not None:
+        kernels = f"{now[2] - loaded.before[2]} Triton kernels compiled anew"
     return (
         f"compile bundle {loaded.name}: {hits} graphs found, {misses} compiled anew; {tuning_results.restored()} of "
-        f"{loaded.results} tuning results used; {kernels} Triton kernels compiled anew"
+        f"{loaded.results} tuning results used; {kernels}"
     )
 
 
@@ -211,7 +226,7 @@ def settle_caches(say: Say) -> None:
     """
     unusable = []
     for name, path, variable in cache_places(directory())[:2]:
-        if why := _unusable(path):
+        if why := "an empty name" if os.environ.get(variable) == "" else _unusable(path):
             unusable.append((name, path, variable, why))
     if not unusable:
         return

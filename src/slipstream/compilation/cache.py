@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import io
-import lzma
 import os
 import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,7 +14,9 @@ from typing import TYPE_CHECKING
 
 from slipstream.compilation.bundle import (
     DAMAGED,
+    MAGIC,
     SUFFIX,
+    UNREADABLE_ZIP,
     Bundle,
     DamagedBundle,
     cannot_write,
@@ -34,18 +34,6 @@ from slipstream.errors import CompilationError, ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-# What zipfile and its decompressors raise for a file that is no zip, was cut or changed, or is of an unknown kind.
-_UNREADABLE_ZIP = (
-    zipfile.BadZipFile,
-    zipfile.LargeZipFile,
-    zlib.error,
-    lzma.LZMAError,
-    EOFError,
-    NotImplementedError,
-    RuntimeError,
-    ValueError,
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,7 +162,7 @@ def _made_with(fields: Fields) -> str:
 
 def _pack(file: Path, console: Console) -> None:
     """A zip file, uncompressed: its directory is at its end, so that a cut is always seen."""
-    if file.exists() and not zipfile.is_zipfile(file):
+    if file.exists() and not _is_pack(file):
         raise CompilationError(f"{file} exists and is no pack; choose another name")
     buffer, packed = io.BytesIO(), 0
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as pack:
@@ -198,11 +186,32 @@ def _pack(file: Path, console: Console) -> None:
     _say(console, f"{_count(packed)} packed into {file}, {_size(len(buffer.getvalue()))}")
 
 
+def _is_pack(file: Path) -> bool:
+    """Whether a file is a zip of bundles from its first byte on: weights are zips as well, and bundles end in one."""
+    try:
+        with file.open("rb") as stream:
+            if stream.read(4) != b"PK\x03\x04":
+                return False
+        with zipfile.ZipFile(file) as pack:
+            members = pack.infolist()
+    except (OSError, *UNREADABLE_ZIP):
+        return False
+    return bool(members) and all(m.filename.endswith(SUFFIX) and "/" not in m.filename for m in members)
+
+
 def _unpack(file: Path, console: Console) -> None:
     bundles = []
     try:
+        with file.open("rb") as stream:
+            begins = stream.read(len(MAGIC))
+        if begins == MAGIC:
+            raise CompilationError(f"{file} is a bundle, not a pack; copy it into {directory()} as it is")
         with zipfile.ZipFile(file) as pack:
             for member in pack.infolist():
+                # A pack holds bundles alone, as they are. In what is left of one that was cut, zipfile finds the
+                # archive at the end of the last whole bundle.
+                if not member.filename.endswith(SUFFIX) or member.compress_type != zipfile.ZIP_STORED:
+                    raise zipfile.BadZipFile(f"it holds {member.filename!r}")
                 try:
                     bundles.append(parse(pack.read(member)))
                 except DamagedBundle as damage:
@@ -212,7 +221,7 @@ def _unpack(file: Path, console: Console) -> None:
                     ) from None
     except OSError as error:
         raise CompilationError(f"the pack {file} cannot be read ({error.strerror or error})") from None
-    except _UNREADABLE_ZIP as error:
+    except UNREADABLE_ZIP as error:
         raise CompilationError(
             f"{file} is not a whole pack ({error}); nothing was placed; copy it again, or pack it again"
         ) from None

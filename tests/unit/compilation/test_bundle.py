@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import signal
@@ -199,3 +200,23 @@ def test_a_damaged_bundle_is_set_aside(tmp_path: Path) -> None:
     assert not path.exists()
     assert aside.read_bytes()
     assert bundle.set_aside(tmp_path / "not there.bundle") is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"bytes": 2', b'"bytes": 1000000000000000000000000000000'),
+        (b'"bytes": 2', b'"bytes": 1e999'),
+        (b'"bytes": 2', b'"bytes": 16000000000'),
+        (b'"about": {}', b'"about": {"target": "\\ud800"}'),
+        (b'"about": {}', b'"about": ' + b"[" * 100_000 + b"]" * 100_000),
+    ],
+)
+def test_a_sealed_header_of_absurd_content_is_damage(tmp_path: Path, old: bytes, new: bytes) -> None:
+    made = Bundle(environment={}, work={}, sections={"tuning": b"[]"})
+    first, line, rest = bundle.encode(made).split(b"\n", 2)
+    assert old in line
+    line = line.replace(old, new)
+    words = [*first.split(b" ")[:-1], hashlib.sha256(line).hexdigest().encode()]
+    with pytest.raises(DamagedBundle):
+        bundle.parse(b"\n".join([b" ".join(words), line, rest]))

@@ -251,3 +251,34 @@ def test_graphs_of_one_process_are_found_by_another_with_cold_caches(tmp_path: P
     told = in_child("load", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cold"))
     assert "2 graphs found, 0 compiled anew" in told
     assert (tmp_path / "cold").is_dir()  # the user's directory is where they went
+
+
+def test_kernels_that_cannot_be_put_cost_only_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.compilation import triton_kernels
+
+    def full(kernels: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(triton_kernels, "restore", full)
+    put()
+    loaded, lines = said()
+    assert loaded
+    assert "without its 0 Triton kernels, which cannot be put into Triton's cache (No space left on device)" in lines[0]
+
+
+def test_a_cache_without_a_name_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    lines: list[str] = []
+    bundle_live.settle_caches(lines.append)
+    assert "an empty name" in lines[0]
+    assert os.environ["TRITON_CACHE_DIR"]
+
+
+def test_a_user_without_a_home_has_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("SLIPSTREAM_CACHE")
+    monkeypatch.setattr(Path, "home", nowhere)
+    assert files.directory().name == "compiled"
+    assert bundle_live.load(WORK, CPU, say=pytest.fail) is False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import io
 import subprocess
 import sys
@@ -155,7 +156,7 @@ def test_a_name_in_a_pack_does_not_decide_where_a_bundle_goes(tmp_path: Path) ->
     with zipfile.ZipFile("evil.zip", "w") as pack:
         pack.writestr("../../evil.bundle", content)
         pack.writestr("../evil.txt", "no bundle")
-    with pytest.raises(CompilationError, match="holds no bundle"):
+    with pytest.raises(CompilationError, match=r"it holds '\.\./evil\.txt'"):
         ask("unpack", "evil.zip")
     with zipfile.ZipFile("evil.zip", "w") as pack:
         pack.writestr("../../evil.bundle", content)
@@ -260,3 +261,34 @@ def test_elsewhere_is_refused_where_the_gpus_are_hidden(monkeypatch: pytest.Monk
     with pytest.raises(CompilationError, match="CUDA_VISIBLE_DEVICES hides"):
         ask("prune", "--elsewhere")
     assert path.exists()
+
+
+def test_pack_replaces_no_weights_and_no_bundle(tmp_path: Path) -> None:
+    import torch
+
+    bundle = put()
+    weights = tmp_path / "model.pt"
+    torch.save({"w": torch.ones(2)}, weights)  # a zip file as well
+    other = tmp_path / "one.bundle"
+    other.write_bytes(bundle.read_bytes())
+    for file in (weights, other):
+        before = file.read_bytes()
+        with pytest.raises(CompilationError, match="is no pack"):
+            ask("pack", str(file))
+        assert file.read_bytes() == before
+
+
+def test_what_is_left_of_a_cut_pack_is_told_so_though_an_archive_of_kernels_is_in_it(tmp_path: Path) -> None:
+    inner = io.BytesIO()
+    with zipfile.ZipFile(inner, "w") as archive:
+        archive.writestr("k/k.cubin", b"code")
+    made = read_bundle(put())
+    bundle = write_bundle(files.directory(), dataclasses.replace(made, sections={"triton": inner.getvalue()}))
+    pack = tmp_path / "all.pack"
+    ask("pack", str(pack))
+    content = pack.read_bytes()
+    pack.write_bytes(content[: content.index(bundle.read_bytes()) + bundle.stat().st_size])
+    with pytest.raises(CompilationError, match="not a whole pack"):
+        ask("unpack", str(pack))
+    with pytest.raises(CompilationError, match="is a bundle, not a pack"):
+        ask("unpack", str(bundle))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from slipstream.compilation import triton_kernels
 from slipstream.compilation.triton_kernels import collect, decode, encode, restore
 
 HASH = "0123456789abcdef" * 4
-FILES = {"k.json": b'{"name": "k"}', "k.cubin": b"\x7fELF\x00code", "k.ptx": b".version 8"}
+META = json.dumps({"name": "k", "hash": HASH, "target": {"backend": "cuda"}}).encode()
+FILES = {"k.json": META, "k.cubin": b"\x7fELF\x00code", "k.ptx": b".version 8"}
 
 # Triton compiles for a GPU that is not there: only a launch needs one.
 PROGRAM = """
@@ -89,6 +91,15 @@ def archive(*names: str) -> bytes:
         archive("short/k.json"),
         archive(f"{HASH}/k.cubin"),
         encode({HASH: FILES})[:-30],
+        encode({HASH: {"k.json": META}}),  # no binary
+        encode({HASH: {**FILES, "k.cubin": b""}}),
+        encode({HASH: {**FILES, "l.json": META}}),  # two that describe it
+        encode({HASH: {**FILES, "k.json": b"{}"}}),
+        encode({HASH: {**FILES, "k.json": b"\0\0"}}),
+        encode({"f" * 64: FILES}),  # under another one's hash
+        encode({HASH: {**FILES, "__grp__k.json": b"{}"}}),
+        encode({HASH: {**FILES, "lock": b""}}),
+        encode({HASH: {**FILES, "a\nb": b""}}),
     ],
 )
 def test_anything_else_is_refused(content: bytes) -> None:
@@ -109,6 +120,12 @@ def test_kernels_are_put_where_they_are_not(tmp_path: Path, monkeypatch: pytest.
     assert restore({HASH: FILES}) == 0
     Path(group["k.cubin"]).unlink()
     assert restore({HASH: FILES}) == 1
+    for torn in ("k.cubin", "k.json", "__grp__k.json"):  # as a machine leaves them that lost its power
+        Path(group["k.json"]).with_name(torn).write_bytes(b"")
+        assert restore({HASH: FILES}) == 1
+        found = get_cache_manager(HASH).get_group("k.json")
+        assert found is not None
+        assert {name: Path(path).read_bytes() for name, path in found.items()} == FILES
     assert restore({}) == 0
 
 
@@ -148,3 +165,16 @@ def test_another_process_finds_a_kernel_and_compiles_nothing(tmp_path: Path) -> 
     assert told("two") == "put 1\ncompiled 0\n"
     os.rename(tmp_path / "kernels.zip", tmp_path / "aside.zip")
     assert told("three") == "compiled 1\n"  # without them it is compiled again
+
+
+def test_what_another_listener_hides_is_not_told_as_none(fresh) -> None:
+    told = fresh("""
+        import triton
+        from slipstream.compilation import triton_kernels
+        print(triton_kernels.compiled(), end=" ")
+        triton_kernels.count_compiled()
+        print(triton_kernels.compiled(), end=" ")
+        triton.knobs.compilation.listener = lambda **told: None
+        print(triton_kernels.compiled())
+    """)
+    assert told == "None 0 None"
