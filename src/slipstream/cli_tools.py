@@ -74,7 +74,7 @@ def _add_stress(commands: Commands[Parser]) -> None:
         _stress,
         "compile and tune in many threads at once, and see that nothing goes wrong",
         """
-        Plays workloads of compiling and tuning in several threads at once, on cold caches, each in fresh processes:
+        Plays workloads of compiling and tuning in several threads at once, on cold caches, in fresh processes:
         with Slipstream's guard and without it. What fails without it shows that this machine can fail; what fails with
         it is a fault. `slipstream doctor` is quicker and looks at each hazard alone; this one lets them meet.
           slipstream stress                              every workload that this machine can run, guarded and not

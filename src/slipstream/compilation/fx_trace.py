@@ -143,7 +143,7 @@ def _modules_unknown() -> str:
 
 
 def trace_lock() -> Any:
-    """Return dynamo's compile lock, under which its own traces are made anyway: no order of locks can be wrong then.
+    """Return dynamo's compile lock, under which its own traces are made anyway: one lock, not two in two orders.
 
     A trace patches torch.nn.Module and takes its patches back; two at once leave the other's behind, for ever.
     """
