@@ -93,14 +93,14 @@ def _tensor(value: Any) -> Any:
 
 def _mask(mask: Any) -> Any:
     """Return a block mask's part of the signature, kept on the mask: it is refreshed in place, not made anew."""
-    kept = mask.__dict__.get(_KEPT)
-    if kept is None or kept[0] is not mask.mask_mod:
+    own = mask.__dict__
+    kept = own.get(_KEPT)
+    if kept is None or kept[0] is not own.get("mask_mod"):
         indices = [getattr(mask, name, None) for name in ("kv_indices", "full_kv_indices")]
         tiles = tuple(None if found is None else tuple(found.shape) for found in indices)
         found = (tuple(mask.shape), mask.BLOCK_SIZE, tiles, _closure(mask.mask_mod))
         # A number in its place: the whole of it would be hashed at every call.
-        kept = (mask.mask_mod, _mask_numbers.setdefault(found, ("mask", next(_numbers))))
-        mask.__dict__[_KEPT] = kept
+        kept = own[_KEPT] = (own.get("mask_mod"), _mask_numbers.setdefault(found, ("mask", next(_numbers))))
     return kept[1]
 
 
@@ -230,7 +230,7 @@ def _attend_key(query: Any, key: Any, value: Any, block_mask: Any) -> Any:
         query.get_device(),
         query.requires_grad,
         key.requires_grad,
-        signature(block_mask),
+        block_mask if block_mask is None else _mask(block_mask),
     )
 
 
