@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
 
 # The user's own cache stays untouched by tests, and tests never reach for the network.
-os.environ["SLIPSTREAM_CACHE"] = tempfile.mkdtemp(prefix="slipstream-test-cache-")
+_CACHE = os.environ["SLIPSTREAM_CACHE"] = tempfile.mkdtemp(prefix="slipstream-test-cache-")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _remove_cache(owner: int = os.getpid()) -> None:
+    if os.getpid() == owner:  # not at the end of a forked child, while the tests go on
+        shutil.rmtree(_CACHE, ignore_errors=True)
+
+
+atexit.register(_remove_cache)
 
 
 def gpus() -> int:

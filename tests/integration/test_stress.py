@@ -68,15 +68,23 @@ def test_a_few_rounds_on_a_gpu_with_the_guard_are_clean(workload: str) -> None:
 
 # A release's python that only tells what it is asked; it is complete once fla-core was "installed", except torch 9.9.9.
 PYTHON = """#!/bin/sh
-echo "asked: $*"
 here=$(dirname "$0")/..
+case "$*" in "-m pip --version") [ ! -f "$here/cut-short" ]; exit ;; esac
+echo "asked: $*"
 case "$*" in
   *slipstream*stress*--json*) while [ "$1" != --json ]; do shift; done; echo "$FOUND" > "$2" ;;
+  *slipstream*stress*) exit $(cat "$here/code" 2>/dev/null || echo 0) ;;
   -c*) [ -f "$here/filled" ] ;;
   *9.9.9*) exit 1 ;;
   *fla-core*) touch "$here/filled" ;;
   *stress_verdict*) exec "$REAL" "$@" ;;
 esac
+"""
+
+# The interpreter that makes environments: `-m venv --clear DIRECTORY`, which leaves the python that was put there.
+MAKER = """#!/bin/sh
+echo "made: $*"
+[ "$1 $2 $3" = "-m venv --clear" ] && rm -f "$4/cut-short"
 """
 
 
@@ -102,6 +110,9 @@ def versions(
         python.parent.mkdir(parents=True, exist_ok=True)
         python.write_text(PYTHON, encoding="utf-8")
         python.chmod(0o755)
+    maker = room / "maker"
+    maker.write_text(MAKER, encoding="utf-8")
+    maker.chmod(0o755)
     environment = {
         **os.environ,
         "VENV": str(room / "installed"),
@@ -109,6 +120,7 @@ def versions(
         "STRESS_VERSIONS": release,
         "STRESS_PAUSE": "0",
         "REAL": sys.executable,
+        "PYTHON": str(room / "maker"),
         "FOUND": text,
     }
     return subprocess.run(
@@ -165,3 +177,50 @@ def test_rounds_that_prove_nothing_fail_the_script(tmp_path: Path, text: str, sa
     done = versions(tmp_path, "installed", text=text)
     assert done.returncode == 1, done.stdout
     assert says in done.stderr
+
+
+def test_an_environment_that_was_cut_short_is_made_again(tmp_path: Path) -> None:
+    venv = tmp_path / "venvs" / "torch-2.11.0"
+    venv.mkdir(parents=True)
+    (venv / "cut-short").touch()  # a python without pip
+    done = versions(tmp_path, "2.11.0:3.6.0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("made: ") == 1
+    assert f"made: -m venv --clear {venv}" in done.stdout
+    assert "try 2" not in done.stdout
+
+
+def test_the_exit_code_is_the_highest_and_not_the_last(tmp_path: Path) -> None:
+    for release, code in (("torch-2.11.0", 2), ("torch-2.12.0", 1)):
+        venv = tmp_path / "venvs" / release
+        venv.mkdir(parents=True)
+        (venv / "code").write_text(str(code), encoding="utf-8")
+    for releases in ("2.11.0:3.6.0 2.12.0:3.6.0 installed", "installed 2.12.0:3.6.0 2.11.0:3.6.0"):
+        done = versions(tmp_path, releases, "--rounds", "7")
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert done.stdout.count("stress --device cpu --rounds 7\n") == 3
+
+
+@pytest.mark.parametrize(
+    "release", ["2.11:3.6.0", "2.11.0", "2.11.0:", "2.11.0:3.6.0,installed", "Installed", "../x", "*"]
+)
+def test_what_is_no_release_is_refused_before_any_is_played(tmp_path: Path, release: str) -> None:
+    assert f"'{release}'" in refused(tmp_path, f"installed {release}")
+
+
+def test_no_release_at_all_is_refused(tmp_path: Path) -> None:
+    assert "STRESS_VERSIONS has ''" in refused(tmp_path, " \n ")
+
+
+def refused(room: Path, releases: str) -> str:
+    settings = {"STRESS_PAUSE": "0", "STRESS_VENVS": str(room / "venvs"), "STRESS_VERSIONS": releases}
+    missing = dict.fromkeys(("PYTHON", "VENV"), "/nonexistent")  # one that were played would install nothing
+    done = subprocess.run(
+        [SCRIPTS / "stress_versions"],
+        env={**os.environ, **settings, **missing},
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert not (room / "venvs").exists()
+    (line,) = done.stderr.splitlines()
+    return line

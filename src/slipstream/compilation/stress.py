@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.compilation import stress_cpu, stress_cuda, stress_flex
-from slipstream.compilation.stress_parent import Batch, play_batch
+from slipstream.compilation.stress_parent import Batch, play_batch, signals_interrupt
 from slipstream.compilation.stress_plan import Row
 from slipstream.compilation.stress_rounds import Workload
 from slipstream.compilation.stress_table import Display, explain, table
@@ -60,8 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Play what ``args`` ask for and print one table; return 0 if every guarded round was clean, else 1.
 
-    Raises CompilationError for a workload that cannot run here and for numbers that would test nothing. torch is
-    loaded only to look for a GPU, if no device is given: the work is done in child processes.
+    Raises CompilationError for a workload that cannot run here, for numbers that would test nothing, and for a file
+    that cannot be written, if only after the table. torch is loaded only to look for a GPU, if no device is given: the
+    work is done in child processes.
     """
     for name, least, most in (
         ("rounds", 1, 10**6),
@@ -77,14 +79,14 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if device == "cuda" and _device() != "cuda":
         raise CompilationError("--device is cuda, but torch sees no GPU here; leave it out, or see `slipstream doctor`")
     if args.json is not None:
-        _touch(args.json)  # now, not after all the rounds
+        _try_to_open(args.json)  # now, not after all the rounds
     works = _chosen(args.workload, device, console)
     guards = {"on": (True,), "off": (False,), "both": (True, False)}[args.guard]
     hang = args.hang or (60.0 if device == "cpu" else 180.0)
     ends = time.monotonic() + args.seconds if args.seconds else float("inf")
     wanted = [(work, guard) for work in works for guard in guards]
     rows: list[Row] = []
-    with _stacks_directory() as keep, Display(console, total=len(wanted) * args.rounds) as display:
+    with signals_interrupt(), _stacks_directory() as keep, Display(console, total=len(wanted) * args.rounds) as display:
         for place, (work, guard) in enumerate(wanted):
             display.begin(work.name, guard)
             batch = Batch(
@@ -111,7 +113,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         bad = [row.workload for row in guarded if not row.clean]
         told = f"not clean with the guard: {', '.join(bad)}" if bad else "every guarded round was clean"
         console.print(told, markup=False, highlight=False, soft_wrap=True)
-    if args.json:
+    if args.json is not None:
         _write(args, device, rows, clean)
     return 0 if clean else 1
 
@@ -127,12 +129,21 @@ def _stacks_directory() -> Iterator[Path]:
             keep.rmdir()
 
 
-def _touch(path: Path) -> None:
+def _try_to_open(path: Path) -> None:
+    there = os.path.exists(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("a", encoding="utf-8").close()
     except OSError as error:
         raise CompilationError(f"--json {path} cannot be written: {error.strerror}; name another file") from None
+    finally:
+        if not there:  # an empty file would stay where the run is cut short
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(os.path.realpath(path))  # of a link to a missing file, the file
 
 
 def _device() -> str:
@@ -174,4 +185,15 @@ def _write(args: argparse.Namespace, device: str, rows: list[Row], clean: bool) 
         "seed": args.seed,
         "rows": [row.figures() for row in rows],
     }
-    args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    there = os.path.exists(args.json)
+    try:
+        args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    except BaseException as error:
+        if not there:  # half of it would be taken for a whole one
+            _remove(args.json)
+        if isinstance(error, OSError):
+            raise CompilationError(
+                f"--json {args.json} cannot be written: {error.strerror or error}; the rounds are in the table above; "
+                "to have the file too, free space or name another"
+            ) from None
+        raise

@@ -129,6 +129,8 @@ def _end_with_parent(order: Order) -> None:
         shutil.rmtree(order.cache, ignore_errors=True)  # the parent would have removed these
         with contextlib.suppress(OSError):
             os.unlink(order.stacks)
+        with contextlib.suppress(OSError):  # not empty: stacks of earlier hangs and crashes stay
+            os.rmdir(os.path.dirname(order.stacks))
         os._exit(1)
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

@@ -62,27 +62,45 @@ def play_batch(batch: Batch, on_round: Callable[[Round], None]) -> Row:
     """Play a batch in as many fresh processes as it needs; ``on_round`` is called after each round.
 
     A round that hangs is ended and counted, a process that dies is a failure of the round that it was in; the next
-    round is played in a fresh process. Raises nothing for what goes wrong in children. SIGTERM and SIGHUP raise
-    KeyboardInterrupt in the main thread, as Ctrl-C does; no process and no file of the batch is left then.
+    round is played in a fresh process. Raises nothing for what goes wrong in children. No process and no file of the
+    batch is left after a signal that ``signals_interrupt`` handles.
     """
-    with _signals_interrupt():
+    with signals_interrupt():
         return _play(batch, on_round)
 
 
+class _Interrupt:
+    """A signal handler that raises KeyboardInterrupt once: a second would cut short what the first began to remove.
+
+    Repeats come here too, instead of being set to SIG_IGN: Python prints an error for a signal that it had already
+    noticed when its handler was taken away.
+    """
+
+    def __init__(self) -> None:
+        self._raised = False
+
+    def __call__(self, number: int, frame: object) -> None:
+        if not self._raised:
+            self._raised = True
+            raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
+def signals_interrupt() -> Iterator[None]:
+    """Let the first SIGTERM, SIGHUP or SIGINT raise KeyboardInterrupt, and ignore others until the block has ended.
+
+    Only in the main thread, which alone may do so. A block inside another changes nothing: repeats are ignored to the
+    end of the outer one, which has something to remove as well.
+    """
     before: dict[signal.Signals, Any] = {}
-
-    def interrupt(number: int, frame: object) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)  # a second one would cut short what the first has begun to remove
-        raise KeyboardInterrupt
-
+    interrupt = _Interrupt()
     try:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup leaves it so
-                    before[number] = signal.getsignal(number)
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                handler = signal.getsignal(number)
+                # nohup and background jobs leave them ignored; None was not set from Python and cannot be restored
+                if handler not in (signal.SIG_IGN, None) and not isinstance(handler, _Interrupt):
+                    before[number] = handler
                     signal.signal(number, interrupt)
         yield
     finally:

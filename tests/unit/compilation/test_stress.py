@@ -3,13 +3,19 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from slipstream.cli import main
 from slipstream.compilation import stress, stress_cpu
+from slipstream.compilation.stress_parent import signals_interrupt
 from slipstream.compilation.stress_plan import Round, Row
 from slipstream.compilation.stress_table import table
 from slipstream.errors import CompilationError
@@ -192,3 +198,63 @@ def test_numbers_and_devices_that_test_nothing_are_one_line(monkeypatch, given):
 def test_a_json_file_that_cannot_be_written_is_told_before_the_rounds(monkeypatch, tmp_path):
     with pytest.raises(CompilationError, match="cannot be written"):
         run(monkeypatch, lambda _: pytest.fail("rounds were played"), "--device", "cpu", "--json", str(tmp_path))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+def test_a_file_that_no_figure_fits_into_is_one_line_after_the_table(monkeypatch, capsys):
+    monkeypatch.setattr(stress, "play_batch", lambda batch, seen: Row(batch.name, batch.guard, 1, tuple(clean(batch))))
+    assert main(["stress", "--device", "cpu", "--workload", "mixed", "--json", "/dev/full"]) == 2
+    told = capsys.readouterr()
+    assert "every guarded round was clean" in told.out
+    (line,) = told.err.splitlines()
+    assert line.startswith("slipstream: --json /dev/full cannot be written: No space left on device; ")
+    assert "free space" in line
+    assert Path("/dev/full").exists()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("before", [None, "mine"])
+def test_half_a_file_is_not_left(monkeypatch, tmp_path, error, before):
+    def fills(path, text, **_):
+        with path.open("w", encoding="utf-8") as stream:
+            stream.write(text[:10])
+        raise error
+
+    path = tmp_path / "found.json"
+    if before:
+        path.write_text(before, encoding="utf-8")
+    monkeypatch.setattr(Path, "write_text", fills)
+    with pytest.raises(CompilationError if isinstance(error, OSError) else KeyboardInterrupt):
+        run(monkeypatch, clean, "--device", "cpu", "--workload", "mixed", "--json", str(path))
+    assert path.exists() is bool(before)  # a name that the user made stays
+
+
+def test_an_interrupted_run_leaves_no_empty_file_and_no_directory(monkeypatch, tmp_path):
+    rmdir, before = Path.rmdir, [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    removed = []
+
+    def interrupted(batch):
+        with signals_interrupt():
+            os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the signal did nothing")
+
+    def again(path):
+        removed.append(path)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        rmdir(path)
+
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(Path, "rmdir", again)
+    (tmp_path / "link.json").symlink_to("missing.json")
+    (tmp_path / "mine.json").write_text("mine", encoding="utf-8")
+    for name in ("new.json", "link.json", "mine.json"):
+        with pytest.raises(KeyboardInterrupt):
+            run(monkeypatch, interrupted, "--device", "cpu", "--workload", "mixed", "--json", name)
+    assert len(removed) == 3
+    assert not list(temporary.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "mine.json", "temporary"]
+    assert (tmp_path / "mine.json").read_text(encoding="utf-8") == "mine"
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

@@ -6,14 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from slipstream.compilation import stress_parent
-from slipstream.compilation.stress_parent import Batch, play_batch
+from slipstream.compilation.stress_parent import Batch, play_batch, signals_interrupt
+from slipstream.compilation.stress_plan import Order
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 SAMPLES = """
@@ -167,11 +168,13 @@ def test_no_round_is_begun_after_the_time_is_up(batch):
 
 
 PARENT = """
-import json, sys
-from pathlib import Path
-from slipstream.compilation.stress_parent import Batch, play_batch
-given = json.loads(sys.argv[1])
-play_batch(Batch(**{**given, "keep": Path(given["keep"])}), lambda found: None)
+import json, sys, time
+from slipstream.compilation import stress, stress_parent
+from slipstream.compilation.stress_parent import Batch, play_batch, signals_interrupt
+end = stress_parent._end
+stress_parent._end = lambda process: (time.sleep(0.3), end(process))  # repeats come while it cleans up
+with signals_interrupt(), stress._stacks_directory() as keep:
+    play_batch(Batch(**{**json.loads(sys.argv[1]), "keep": keep}), lambda found: None)
 """
 
 
@@ -189,8 +192,19 @@ def within(seconds: float, happened: Callable[[], bool]) -> bool:
     return happened()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
-def test_a_parent_that_is_ended_leaves_no_child_and_no_caches(batch: Batch, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGHUP, signal.SIGHUP),
+        (signal.SIGINT, signal.SIGINT),
+        (signal.SIGTERM, signal.SIGINT),
+        (signal.SIGINT, signal.SIGTERM, signal.SIGINT),
+        (signal.SIGKILL,),
+    ],
+    ids=lambda numbers: "-".join(number.name for number in numbers),
+)
+def test_a_parent_that_is_ended_leaves_no_child_and_no_file(batch: Batch, numbers: tuple[signal.Signals, ...]) -> None:
     temporary, told = batch.keep / "temporary", batch.keep / "told"
     temporary.mkdir()
     source = batch.keep / "stress_samples.py"
@@ -198,7 +212,7 @@ def test_a_parent_that_is_ended_leaves_no_child_and_no_caches(batch: Batch, numb
     source.write_text(
         SAMPLES.replace("if number == 1 and thread == 0:", f"{body}\n            if 1:"), encoding="utf-8"
     )
-    given = dataclasses.asdict(dataclasses.replace(batch, reference="stress_samples:Hangs", keep=str(temporary)))
+    given = dataclasses.asdict(dataclasses.replace(batch, reference="stress_samples:Hangs", keep=""))
     # Whatever the shell said: nohup and background jobs start their children with these ignored.
     before = {ignored: signal.signal(ignored, signal.SIG_DFL) for ignored in (signal.SIGHUP, signal.SIGINT)}
     try:
@@ -214,9 +228,10 @@ def test_a_parent_that_is_ended_leaves_no_child_and_no_caches(batch: Batch, numb
         assert within(120, lambda: told.exists() and told.read_text(encoding="utf-8") != "")
         child = int(told.read_text(encoding="utf-8"))
         assert alive(child)
-        parent.send_signal(number)
-        if number in (signal.SIGTERM, signal.SIGHUP):
-            parent.send_signal(number)  # an impatient one changes nothing
+        assert {path.name[:23] for path in temporary.iterdir()} >= {"slipstream-stress-stack"}
+        for number in numbers:  # an impatient one changes nothing
+            parent.send_signal(number)
+            time.sleep(0.05)
         parent.wait(30)
         assert within(30, lambda: not alive(child))
         assert within(30, lambda: not list(temporary.iterdir())), list(temporary.rglob("*"))
@@ -224,10 +239,28 @@ def test_a_parent_that_is_ended_leaves_no_child_and_no_caches(batch: Batch, numb
         parent.kill()
 
 
+def test_a_killed_parent_s_child_leaves_the_stacks_of_earlier_hangs(tmp_path: Path) -> None:
+    room = tmp_path / "stacks"
+    room.mkdir()
+    (room / "earlier.txt").write_text("a hang", encoding="utf-8")
+    (room / "now.txt").touch()
+    order = Order(
+        workload="", guard=False, rounds=1, first=0, threads=2, seed=0, seconds=1.0, hang=1.0,
+        stacks=str(room / "now.txt"), cache=str(tmp_path / "cache"),
+    )  # fmt: skip
+    code = (
+        "import sys, time; from slipstream.compilation import stress_child, stress_plan\n"
+        "stress_child._end_with_parent(stress_plan.Order.from_json(sys.argv[1])); time.sleep(60)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, order.to_json()], input=b"", check=False, timeout=60)
+    assert done.returncode == 1
+    assert [path.name for path in room.iterdir()] == ["earlier.txt"]
+
+
 def test_a_hangup_is_ignored_where_nohup_says_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with stress_parent._signals_interrupt():
+        with signals_interrupt():
             os.kill(os.getpid(), signal.SIGHUP)
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -235,3 +268,36 @@ def test_a_hangup_is_ignored_where_nohup_says_so() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+
+def test_the_first_signal_interrupts_and_handlers_are_restored() -> None:
+    before = [signal.getsignal(number) for number in HANDLED]
+
+    def interrupted() -> None:
+        with signals_interrupt():
+            try:
+                with signals_interrupt():  # one inside another does not let repeats through at its own end
+                    os.kill(os.getpid(), signal.SIGINT)
+            finally:
+                for number in HANDLED:
+                    os.kill(os.getpid(), number)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [signal.getsignal(number) for number in HANDLED] == before
+
+
+def test_signals_are_left_alone_in_another_thread() -> None:
+    before, seen = [signal.getsignal(number) for number in HANDLED], []
+
+    def other() -> None:
+        with signals_interrupt():
+            seen.extend(signal.getsignal(number) for number in HANDLED)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert seen == before
