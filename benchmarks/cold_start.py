@@ -3,8 +3,9 @@
     python benchmarks/cold_start.py recipe.toml [--rounds 2] [--section.key value ...]
 
 Every process has empty directories for inductor's and Triton's code; what the target and the data need (downloads,
-conversions, packed rows) is there for both, and so are Python's byte code and the system's file cache. Cold and prewarmed take turns. A process
-is ended after its first step. Prints one line a process, the moments between, and the ratio of the best of each.
+conversions, packed rows) is there for both, and so are Python's byte code and the system's file cache. Cold and
+prewarmed take turns. A process is ended after its first step. Prints one line a process, the moments between, and the
+ratio of the best of each.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Train the embedded target, a small Qwen3.5-architecture hybrid, from random weights on encoded tokens.
 
-    python train_target.py --tokens build/embedded_target/tokens --out build/embedded_target/target --minutes 15
+    python train_target.py --tokens build/embedded_target --out build/embedded_target/target --minutes 15
 
-Reads ``train.bin`` and ``heldout.bin`` (uint16) and ``tokenizer/``; writes a Hugging Face directory in bfloat16 and
-``training_log.jsonl``. ``--state FILE`` saves there now and then, and goes on from there if it exists: time so far
-counts. Matrices are trained by Muon, the rest by AdamW, float32 weights, bfloat16 autocast; the learning rate is
-constant and falls linearly to zero over the last 30 % of the time.
+Reads ``train.bin``, ``functions.bin`` with its mask, what is held out of both, and ``tokenizer/``; writes a Hugging
+Face directory in bfloat16 and ``training_log.jsonl``. Source is learned whole, of functions the answers alone: few rows
+at first, a third of all while the learning rate falls. ``--state FILE`` saves there now and then, and goes on from there
+if it exists: time so far counts. Matrices are trained by Muon, the rest by AdamW, float32 weights, bfloat16 autocast;
+the learning rate is constant and falls linearly to zero over the last 30 % of the time.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 DECAY_SHARE = 0.3
+FUNCTION_ROWS = (0.05, 0.35)  # share of a batch before the decay, and during it
+IGNORED = -100
 WARMUP_STEPS = 100
 SAVE_SECONDS = 60.0
 
 
-def make_config(args: argparse.Namespace, vocab: int, eos: int, pad: int) -> Qwen3_5TextConfig:
+def make_config(args: argparse.Namespace, vocab: int, eos: list[int], pad: int) -> Qwen3_5TextConfig:
     """Return the target's configuration: three Gated DeltaNet layers to each of full attention, as Qwen3.5."""
     return Qwen3_5TextConfig(
         vocab_size=vocab,
@@ -84,27 +87,34 @@ def optimizers(model: Any, muon_lr: float, adam_lr: float) -> list[torch.optim.O
 
 
 class Rows:
-    """Rows of ``length + 1`` tokens, without repeats within an epoch, in an order that the seed decides."""
+    """Rows of ``length + 1`` tokens, without repeats within an epoch, in an order that the seed decides.
 
-    def __init__(self, path: Path, length: int, device: torch.device, seed: int) -> None:
+    Where ``mask`` is given, a file of a byte a token, only tokens with 1 are learned.
+    """
+
+    def __init__(self, path: Path, length: int, device: torch.device, seed: int, mask: Path | None = None) -> None:
         tokens = np.fromfile(path, dtype=np.uint16)
         self.count = (len(tokens) - 1) // length
         if not self.count:
             raise SystemExit(f"{path} holds {len(tokens)} tokens, fewer than one row of {length}")
         self.tokens = torch.from_numpy(tokens.astype(np.int32) if device.type == "cpu" else tokens.view(np.int16))
         self.tokens = self.tokens.to(device)
+        self.mask = None if mask is None else torch.from_numpy(np.fromfile(mask, dtype=np.uint8)).to(device)
         self.length, self.seed = length, seed
 
-    def batch(self, step: int, rows: int) -> Tensor:
-        """Return ``int64 [rows, length + 1]`` of a step."""
-        first = step * rows
+    def batch(self, first: int, rows: int) -> tuple[Tensor, Tensor]:
+        """Return the ids and the labels, ``int64 [rows, length]`` each, of ``rows`` rows from number ``first`` on."""
         places = []
         for epoch in range(first // self.count, (first + rows - 1) // self.count + 1):
             begin, end = max(first - epoch * self.count, 0), min(first + rows - epoch * self.count, self.count)
             places.append(self._order(epoch)[begin:end])
         starts = torch.cat(places).to(self.tokens.device) * self.length
         index = starts[:, None] + torch.arange(self.length + 1, device=self.tokens.device)
-        return self.tokens[index].long() & 0xFFFF
+        ids = self.tokens[index].long() & 0xFFFF
+        labels = ids[:, 1:]
+        if self.mask is not None:
+            labels = labels.masked_fill(self.mask[index[:, 1:]] == 0, IGNORED)
+        return ids[:, :-1], labels
 
     def _order(self, epoch: int) -> Tensor:
         if getattr(self, "_epoch", None) != epoch:
@@ -113,15 +123,16 @@ class Rows:
         return self._kept
 
 
-def loss_of(model: Any, ids: Tensor) -> Tensor:
-    """Return the mean cross-entropy in nats of rows ``int64 [B, T + 1]``."""
-    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-    return cross_entropy(hidden, model.lm_head.weight, ids[:, 1:])
+def loss_of(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross-entropy in nats over the labels that count, of rows ``int64 [B, T]``."""
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    return cross_entropy(hidden, model.lm_head.weight, labels)
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Return the mean loss of states ``[B, T, H]`` against ``int64 [B, T]``."""
-    return F.cross_entropy(F.linear(hidden, weight).flatten(0, 1).float(), targets.flatten())
+    logits = F.linear(hidden, weight).flatten(0, 1).float()
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED)
 
 
 @torch.no_grad()
@@ -129,15 +140,33 @@ def heldout_loss(model: Any, rows: Rows, batch: int, batches: int, device: torch
     """Return the mean loss over the first rows."""
     total = torch.zeros((), device=device)
     count = min(batches, max(rows.count // batch, 1))
-    for step in range(count):
+    for number in range(count):
         with torch.autocast(device.type, torch.bfloat16):
-            total += loss_of(model, rows.batch(step, batch))
+            total += loss_of(model, *rows.batch(number * batch, batch))
     return float(total) / count
 
 
 def factor(step: int, share: float) -> float:
     """Return the learning rate's factor at ``share`` (0..1) of the time."""
     return min((step + 1) / WARMUP_STEPS, 1.0) * min((1.0 - share) / DECAY_SHARE, 1.0)
+
+
+class Mixture:
+    """Batches of source and of functions: their counts depend on the schedule alone, their sum is always the same."""
+
+    def __init__(self, source: Rows, functions: Rows | None, rows: int) -> None:
+        self.source, self.functions, self.rows = source, functions, rows
+        self.read = [0, 0]  # rows so far; part of what a resumed training needs
+
+    def batch(self, decaying: bool) -> tuple[Tensor, Tensor]:
+        """Return the next ids and labels, ``int64 [rows, length]`` each."""
+        many = round(FUNCTION_ROWS[decaying] * self.rows) if self.functions is not None else 0
+        parts = [self.source.batch(self.read[0], self.rows - many)]
+        if self.functions is not None and many:
+            parts.append(self.functions.batch(self.read[1], many))
+        self.read = [self.read[0] + self.rows - many, self.read[1] + many]
+        ids, labels = (torch.cat(both) for both in zip(*parts, strict=True))
+        return ids, labels
 
 
 def save_state(path: Path, content: dict[str, Any]) -> None:
@@ -172,8 +201,10 @@ def main() -> None:
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     tokenizer = AutoTokenizer.from_pretrained(args.tokens / "tokenizer")
-    config = make_config(args, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    config = make_config(args, len(tokenizer), ends, tokenizer.pad_token_id)
     model = modeling.Qwen3_5ForCausalLM(config).to(device)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = ends, tokenizer.pad_token_id
     model.train()
     use_training_kernels(model)
     global cross_entropy
@@ -184,6 +215,13 @@ def main() -> None:
             layer.compile(dynamic=False)
         cross_entropy = torch.compile(cross_entropy, dynamic=False)
     rows, heldout = (Rows(args.tokens / f"{name}.bin", args.length, device, args.seed) for name in ("train", "heldout"))
+    functions, unseen = (
+        Rows(args.tokens / f"{name}.bin", args.length, device, args.seed, args.tokens / f"{name}_mask.bin")
+        if (args.tokens / f"{name}.bin").exists()
+        else None
+        for name in ("functions", "functions_heldout")
+    )
+    mixture = Mixture(rows, functions, args.rows)
     both = optimizers(model, args.muon_lr, args.adam_lr)
     rates = [group["lr"] for optimizer in both for group in optimizer.param_groups]
     args.out.mkdir(parents=True, exist_ok=True)
@@ -195,10 +233,16 @@ def main() -> None:
         log.write(line + "\n")
         log.flush()
 
+    def measure(batches: int) -> dict[str, float]:
+        found = {"heldout": heldout_loss(model, heldout, args.rows, batches, device)}
+        if unseen is not None:
+            found["heldout_functions"] = heldout_loss(model, unseen, args.rows, batches, device)
+        return found
+
     step, spent = 0, 0.0
     if args.state is not None and args.state.exists():
         held = torch.load(args.state, map_location=device)
-        step, spent = held["step"], held["spent"]
+        step, spent, mixture.read = held["step"], held["spent"], held["read"]
         model.load_state_dict(held["model"])
         for optimizer, state in zip(both, held["optimizers"], strict=True):
             optimizer.load_state_dict(state)
@@ -215,7 +259,7 @@ def main() -> None:
         stopping = share >= 1 or now - began > args.stop_after * 60
         if stopping or now - saved > SAVE_SECONDS:
             if args.state is not None:
-                held = {"step": step, "spent": elapsed, "model": model.state_dict()}
+                held = {"step": step, "spent": elapsed, "read": mixture.read, "model": model.state_dict()}
                 save_state(args.state, {**held, "optimizers": [o.state_dict() for o in both]})
             start += time.monotonic() - now
             saved = time.monotonic()
@@ -224,7 +268,7 @@ def main() -> None:
         for group, rate in zip([g for o in both for g in o.param_groups], rates, strict=True):
             group["lr"] = rate * factor(step, share)
         with torch.autocast(device.type, torch.bfloat16):
-            loss = loss_of(model, rows.batch(step, args.rows))
+            loss = loss_of(model, *mixture.batch(share > 1 - DECAY_SHARE))
         loss.backward()
         for optimizer in both:
             optimizer.step()
@@ -237,15 +281,15 @@ def main() -> None:
         elif step % 50 == 0:
             value, now = float(loss.detach()), time.monotonic()
             rate = (50 if step - first_step >= 60 else step - first_step - 10) * args.rows * args.length / (now - told)
-            tell(step=step, loss=value, share=share, tokens_per_second=int(rate), epoch=step * args.rows / rows.count)
+            tell(step=step, loss=value, share=share, tokens_per_second=int(rate), epoch=mixture.read[0] / rows.count)
             told = now
             if not math.isfinite(value):
                 raise SystemExit(f"the loss is {value} at step {step}; lower --muon-lr")
             if step % 500 == 0:
-                tell(step=step, heldout=heldout_loss(model, heldout, args.rows, 8, device))
+                tell(step=step, **measure(8))
                 start += time.monotonic() - now
                 told = time.monotonic()
-    tell(step=step, heldout=heldout_loss(model, heldout, args.rows, 32, device), minutes=elapsed / 60)
+    tell(step=step, minutes=elapsed / 60, **measure(32))
     model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
 
