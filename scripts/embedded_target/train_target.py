@@ -3,9 +3,9 @@
     python train_target.py --tokens build/embedded_target --out build/embedded_target/target --minutes 15
 
 Reads ``train.bin``, ``functions.bin`` with its mask, what is held out of both, and ``tokenizer/``; writes a Hugging
-Face directory in bfloat16 and ``training_log.jsonl``. Source is learned whole, of functions the answers alone: few rows
-at first, a third of all while the learning rate falls. ``--state FILE`` saves there now and then, and goes on from there
-if it exists: time so far counts. Matrices are trained by Muon, the rest by AdamW, float32 weights, bfloat16 autocast;
+Face directory in bfloat16 and ``training_log.jsonl``. Source is learned whole, of functions the answers alone: few
+rows at first, a third of all while the learning rate falls. ``--state FILE`` saves there now and then, and goes on
+from there: time so far counts. Matrices are trained by Muon, the rest by AdamW, float32 weights, bfloat16 autocast;
 the learning rate is constant and falls linearly to zero over the last 30 % of the time.
 """
 
