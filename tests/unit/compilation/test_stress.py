@@ -229,6 +229,15 @@ def test_half_a_file_is_not_left(monkeypatch, tmp_path, error, before):
     assert path.exists() is bool(before)  # a name that the user made stays
 
 
+@pytest.fixture
+def as_in_a_terminal():
+    """A background job is started with SIGINT ignored, and what is ignored stays so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("as_in_a_terminal")
 def test_an_interrupted_run_leaves_no_empty_file_and_no_directory(monkeypatch, tmp_path):
     rmdir, before = Path.rmdir, [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     removed = []
