@@ -153,7 +153,8 @@ def test_another_process_finds_a_kernel_and_compiles_nothing(tmp_path: Path) -> 
     (tmp_path / "kernel_for_test.py").write_text(textwrap.dedent(KERNEL), encoding="utf-8")
 
     def told(cache: str) -> str:
-        environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / cache)}
+        source = str(Path(__file__).resolve().parents[3] / "src")
+        environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / cache), "PYTHONPATH": source}
         done = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path / "kernels.zip"), str(tmp_path)],
             env=environment, capture_output=True, text=True, timeout=120,
