@@ -20,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from slipstream.compilation.bundle import directory
+
 MOMENTS = {  # what is printed when a part is done
     "target and data": "compile bundle ",
     "target, data, reader": "drafter: ",
@@ -33,7 +35,6 @@ def start(arguments: list[str], root: Path, name: str) -> tuple[subprocess.Popen
     caches = {"TORCHINDUCTOR_CACHE_DIR": root / name / "inductor", "TRITON_CACHE_DIR": root / name / "triton"}
     environment = {
         **os.environ,
-        "SLIPSTREAM_CACHE": os.environ.get("SLIPSTREAM_CACHE", str(root / "slipstream")),
         "PYTHONPYCACHEPREFIX": str(root / "bytecode"),  # libraries may lie where it cannot be written beside them
         **{key: str(value) for key, value in caches.items()},
     }
@@ -75,13 +76,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     args, settings = parser.parse_known_args()
     root = Path(tempfile.mkdtemp(prefix="cold-start-"))
+    os.environ.setdefault("SLIPSTREAM_CACHE", str(root / "slipstream"))
     always = [args.recipe, *settings, "--training.log-every", "1", "--training.evaluate-every", "0"]
     made, began = start(["prewarm", *always, "--run.directory", str(root / "none")], root, "prewarm")
     out, _ = made.communicate()
     if made.returncode:
         sys.exit(out + f"\nprewarm ended with exit code {made.returncode}")
     print(f"prewarm: {time.monotonic() - began:.1f} s; {out.strip().splitlines()[-1]}")
-    bundles = Path(os.environ.get("SLIPSTREAM_CACHE", root / "slipstream")) / "compiled"
+    bundles = directory()
     aside = bundles.with_name("compiled-aside")
     results: dict[str, list[dict[str, float]]] = {"cold": [], "prewarmed": []}
     for number in range(args.rounds):

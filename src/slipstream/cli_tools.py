@@ -18,7 +18,7 @@ def refuse_rest(rest: list[str], command: str) -> None:
 
 def _doctor(args: argparse.Namespace, rest: list[str]) -> int:
     from slipstream.compilation import doctor
-    from slipstream.data.cache import cache_directory
+    from slipstream.places import cache_directory
 
     refuse_rest(rest, "doctor")
     return doctor.doctor(console=console(), as_json=args.json, slipstream_cache=cache_directory())

@@ -11,7 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "slipstream"
 LAYERS = (
-    ("__init__", "errors", "records"),
+    ("__init__", "errors", "records", "places"),
     ("config",),
     ("recipe",),
     ("provenance", "compilation", "data"),

@@ -27,7 +27,7 @@ from slipstream.compilation.bundle import (
     set_aside,
     write_bundle,
 )
-from slipstream.compilation.doctor_places import cache_places, look_at
+from slipstream.compilation.doctor_places import cache_places, look_at, why_unusable
 from slipstream.compilation.fingerprint import Fields, differences, digest, environment
 from slipstream.compilation.locks import new_lock
 
@@ -226,7 +226,7 @@ def settle_caches(say: Say) -> None:
     """
     unusable = []
     for name, path, variable in cache_places(directory())[:2]:
-        if why := "an empty name" if os.environ.get(variable) == "" else _unusable(path):
+        if why := why_unusable(path, variable) or _no_room(path):
             unusable.append((name, path, variable, why))
     if not unusable:
         return
@@ -241,23 +241,19 @@ def settle_caches(say: Say) -> None:
     say(f"warning: {told}; this process compiles into {place}, which goes when it ends; set {names} to keep it")
 
 
-def _unusable(path: Path) -> str:
-    """Return why a directory cannot take compiled code; nothing where it can."""
+def _no_room(path: Path) -> str:
+    """Return how little room there is for compiled code; nothing where there is enough."""
     try:
-        state = look_at("", path, "", count=False)
+        free = look_at("", path, "", count=False)["free_bytes"]
     except OSError as error:
         return error.strerror or str(error)
-    if not state["writable"]:
-        return str(state["why_not"])
-    if state["free_bytes"] < _LEAST_ROOM:
-        return f"{state['free_bytes'] >> 20} MiB free"
-    return ""
+    return f"{free >> 20} MiB free" if free < _LEAST_ROOM else ""
 
 
 def _other_place() -> Path | None:
     """Make a directory with room that goes when the process ends."""
     for candidate in (Path(tempfile.gettempdir()), directory().parent, Path("/dev/shm")):
-        if candidate.is_dir() and not _unusable(candidate):
+        if candidate.is_dir() and not (why_unusable(candidate, "") or _no_room(candidate)):
             place = Path(tempfile.mkdtemp(prefix="slipstream-compile-", dir=candidate))
             atexit.register(_remove, place, os.getpid())
             return place

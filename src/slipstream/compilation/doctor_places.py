@@ -131,8 +131,12 @@ def _triton() -> Path:
 
 def unusable(slipstream: Path) -> list[str]:
     """Return the variables of torch's and Triton's caches in which nothing can be kept as things are."""
-    places = cache_places(slipstream)[:2]
-    return [variable for _, path, variable in places if _empty(os.environ.get(variable)) or _why_unwritable(path)]
+    return [variable for _, path, variable in cache_places(slipstream)[:2] if why_unusable(path, variable)]
+
+
+def why_unusable(path: Path, variable: str) -> str:
+    """Return why nothing can be kept in a cache that ``variable`` moves, or nothing where it can."""
+    return "its name is empty" if _empty(os.environ.get(variable)) else _why_unwritable(path)
 
 
 def is_there() -> bool:

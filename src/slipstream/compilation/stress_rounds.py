@@ -164,17 +164,21 @@ def play(work: Cold, *, number: int, enter: Callable[[], None], counts: Counts, 
     errors: list[str] = []
     results: dict[int, list[Any]] = {}
 
-    def run(i: int) -> None:
+    @contextlib.contextmanager
+    def noted() -> Iterator[None]:
         try:
-            try:
-                enter()
-            finally:
-                start.wait()
-            time.sleep(work.delays[i])
-            results[i] = work.bodies[i]()
+            yield
         except Exception as error:
             errors.append(one_line(error))
             traceback.print_exc()  # the parent keeps standard error
+
+    def run(i: int) -> None:
+        with noted():
+            enter()
+        start.wait()
+        time.sleep(work.delays[i])
+        with noted():  # also where it could not enter: others may go on until this body has ended
+            results[i] = work.bodies[i]()
 
     threads = [threading.Thread(target=run, args=(i,), name=f"stress-{i}") for i in range(len(work.bodies))]
     for thread in threads:

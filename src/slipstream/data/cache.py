@@ -35,12 +35,6 @@ class DamagedCache(Exception):
     """A cache file is not what was written. The caller rebuilds it and says so."""
 
 
-def cache_directory() -> Path:
-    """Return where derived files are kept: ``SLIPSTREAM_CACHE`` or ``~/.cache/slipstream``. It may not exist yet."""
-    given = os.environ.get("SLIPSTREAM_CACHE")
-    return Path(given) if given else Path.home() / ".cache" / "slipstream"
-
-
 def row_sources() -> list[Path]:
     """Return the source files that decide how rows come out of conversations."""
     here = Path(__file__).parent

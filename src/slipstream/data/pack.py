@@ -18,15 +18,16 @@ from typing import Any
 import numpy as np
 
 from slipstream.config import DataConfig
-from slipstream.data.cache import DamagedCache, build_lock, cache_directory, read_arrays, write_arrays
+from slipstream.data.cache import DamagedCache, build_lock, read_arrays, write_arrays
 from slipstream.data.conversations import fingerprint, read_conversations
 from slipstream.data.fit import PackReport, pack_samples
 from slipstream.data.render import Renderer
 from slipstream.data.template import template_text
 from slipstream.errors import DataError
+from slipstream.places import cache_directory
 from slipstream.records import PADDING_DOCUMENT, PackedBatch, RenderedSample
 
-__all__ = ["PackReport", "PackedDataset", "build_dataset", "cache_directory", "dataset_key", "tokenizer_digest"]
+__all__ = ["PackReport", "PackedDataset", "build_dataset", "dataset_key", "tokenizer_digest"]
 
 FORMAT = 1
 log = logging.getLogger("slipstream.data")

@@ -258,7 +258,8 @@ def run_facts(run_dir: Path, source: Path) -> dict[str, Any]:
         if not isinstance(facts[fact], str | None):
             raise ExportError(f"{told_by}: {name} is {facts[fact]!r}, not a digest; restore the file")
     evaluation = _read_json(run_dir / "evaluation.json")
-    if evaluation.get("drafter_digest", digest := weights_digest(source)) != digest:
+    measured = evaluation.get("drafter_digest")
+    if measured is not None and measured != weights_digest(source):
         facts["evaluated_other"] = True
     elif evaluation:
         facts["evaluation"] = evaluation

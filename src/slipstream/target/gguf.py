@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slipstream.data.cache import cache_directory
 from slipstream.data.reason import one_line
 from slipstream.errors import TargetError
+from slipstream.places import cache_directory
 from slipstream.target.digest import CONVERSION, file_digest
 from slipstream.target.quiet import LOAD_ERRORS, quiet_loading
 

@@ -78,13 +78,13 @@ class Target:
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = weight.dtype
         self.info: TargetInfo = describe(model, tokenizer, self.parts, name, digest)
-        self._entries = _check_fit(self)
+        _check_fit(self)
         if check_causal:
             self.assert_causal()
 
     def assert_causal(self) -> None:
         """Run two short forwards; raise TargetError where states are not finite, or depend on later tokens."""
-        _check_causal(self, self._entries)
+        _check_causal(self)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the decoder's embedding module at ids ``int64 [...]``, its scaling included: ``[..., H]``."""
@@ -192,8 +192,8 @@ def _eos_ids(name: str, model: Any, config: Any, tokenizer: Any, vocab_rows: int
     return tuple(sorted(i for i in found if 0 <= i < vocab_rows))
 
 
-def _check_fit(target: Target) -> int:
-    """Refuse a target whose parts do not fit together; return its tokenizer's entries."""
+def _check_fit(target: Target) -> None:
+    """Refuse a target whose parts do not fit together."""
     info, head = target.info, target.parts.lm_head
     if head.weight.shape != (info.vocab_rows, info.hidden_size):
         raise TargetError(
@@ -202,13 +202,13 @@ def _check_fit(target: Target) -> int:
         )
     if getattr(head, "bias", None) is not None:
         raise TargetError(f"target {info.name}: its head has a bias, which the drafter's loss would ignore")
-    return check_tokenizer(info, target.tokenizer)
+    check_tokenizer(info, target.tokenizer)
 
 
-def _check_causal(target: Target, entries: int) -> None:
+def _check_causal(target: Target) -> None:
     """Refuse a target whose states depend on later tokens."""
     info = target.info
-    change = _change_from_later_tokens(target, entries)
+    change = _change_from_later_tokens(target, tokenizer_entries(target.tokenizer))
     if math.isnan(change):
         cure = "set target.dtype to bfloat16 or float32" if target.dtype == torch.float16 else "its weights are damaged"
         raise TargetError(f"target {info.name}: its states are not finite in {info.dtype}; {cure}")

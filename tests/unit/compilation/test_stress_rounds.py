@@ -75,6 +75,25 @@ def test_a_guard_that_is_not_in_force_is_an_error_of_the_round():
     assert found.errors == ("RuntimeError: not held",)
 
 
+def test_a_thread_that_cannot_enter_does_not_keep_those_waiting_that_wait_for_its_body():
+    ended = threading.Event()
+
+    def enter():
+        if threading.current_thread().name == "stress-0":
+            raise RuntimeError("not in force")
+
+    def first():
+        ended.set()
+        return []
+
+    def second():
+        assert ended.wait(10)
+        return []
+
+    found = sr.play(cold([first, second]), number=0, enter=enter, counts=sr.Counts(), tolerance=0.0)
+    assert found.errors == ("RuntimeError: not in force",)
+
+
 def test_dense_calls_are_counted_but_not_those_that_a_check_makes_on_purpose():
     from torch.nn.attention import flex_attention as flex
 

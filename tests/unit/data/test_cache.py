@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from slipstream.data import cache
-from slipstream.data.cache import DamagedCache, build_lock, cache_directory, read_arrays, write_arrays
+from slipstream.data.cache import DamagedCache, build_lock, read_arrays, write_arrays
 from slipstream.errors import DataError
 
 ARRAYS = {
@@ -173,11 +173,3 @@ def test_lock_is_freed_by_death(tmp_path: Path) -> None:
     )
     with build_lock(tmp_path / "a"):
         pass
-
-
-def test_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
-    assert cache_directory() == tmp_path
-    monkeypatch.delenv("SLIPSTREAM_CACHE")
-    monkeypatch.setenv("HOME", "/somewhere")
-    assert cache_directory() == Path("/somewhere/.cache/slipstream")

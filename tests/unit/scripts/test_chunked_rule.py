@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts" / "embedded_target"))
+from support.scripts import load
 
-from chunked_rule import chunked_gated_delta_rule, shifted_conv, unit_lower_inverse
-
+rule = load("chunked_rule")
+chunked_gated_delta_rule, shifted_conv, unit_lower_inverse = (
+    rule.chunked_gated_delta_rule, rule.shifted_conv, rule.unit_lower_inverse
+)  # fmt: skip
 modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
 
 
@@ -36,9 +35,9 @@ def leaves(seed: int, *, alike: float) -> list[torch.Tensor]:
 @pytest.mark.parametrize("alike", [0.0, 3.0])
 def test_the_rule_equals_transformers(alike: float) -> None:
     results = []
-    for rule in (chunked_gated_delta_rule, modeling.torch_chunk_gated_delta_rule):
+    for one in (chunked_gated_delta_rule, modeling.torch_chunk_gated_delta_rule):
         q, k, v, g, beta = given = leaves(0, alike=alike)
-        out, _ = rule(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
+        out, _ = one(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
         (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
         results.append([out.detach(), *(x.grad for x in given)])
     for mine, theirs in zip(*results, strict=True):

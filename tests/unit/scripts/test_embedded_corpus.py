@@ -1,15 +1,12 @@
 """The embedded target's corpus: what is refused for its licence, what is cleaned out, how it is encoded."""
 
-import importlib
-import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from tokenizers import Tokenizer
 
-FOLDER = Path(__file__).resolve().parents[3] / "scripts" / "embedded_target"
+from support.scripts import load
 
 MIT_TEXT = (
     'MIT License\n\nPermission is hereby granted, free of charge, to any person …\nTHE SOFTWARE IS PROVIDED "AS IS"'
@@ -22,15 +19,6 @@ BODY = "\n".join(f"    value_{c} = compute(alpha, '{c}')" for c in "abcdefghijkl
 FUNCTION = (
     f'def work(alpha, beta):\n    """Compute the values of alpha, one after the other."""\n{BODY}\n    return beta\n'
 )
-
-
-def load(name: str) -> ModuleType:
-    """Import one of the scripts; they import one another by bare name, as they do when run."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(FOLDER))
 
 
 licences, cleaning = load("licences"), load("clean_corpus")

@@ -1,18 +1,15 @@
 """The embedded target's conversations: which functions they are made of, how they are encoded, packed and asked."""
 
-import importlib
 import json
-import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-FOLDER = Path(__file__).resolve().parents[3] / "scripts" / "embedded_target"
+from support.scripts import load
 
 SOURCE = '''import os
 from typing import Any, Iterable as It, Mapping
@@ -61,15 +58,6 @@ def undocumented(values):
     first = values[0]
     return first
 '''
-
-
-def load(name: str) -> ModuleType:
-    """Import one of the scripts; they import one another by bare name, as they do when run."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(FOLDER))
 
 
 finding, making, prompting, tokenizing = map(
