@@ -7,6 +7,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from importlib._bootstrap import _ModuleLockManager as _finding  # type: ignore[attr-defined]
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -63,6 +64,8 @@ def when_imported(name: str, action: Action) -> bool:
             _pending.setdefault(name, []).append(action)
             if _finder not in sys.meta_path:
                 sys.meta_path.insert(0, _finder)
+        with _finding(name):  # an import that began before the action was there did not look for it
+            pass
         if name not in sys.modules:
             return False
         with _lock:  # it came in between, and may have passed the finder by

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,30 @@ def test_while_other_threads_import_it(module: str) -> None:
     for thread in threads:
         thread.join()
     assert seen == [1, 1, 1]
+
+
+def test_while_another_thread_is_looking_for_it(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import has begun, and it is not among the modules yet: the moment in which an action was once lost."""
+    looking, go_on = threading.Event(), threading.Event()
+
+    class Slow(MetaPathFinder):
+        def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+            if fullname == module:
+                looking.set()
+                go_on.wait(10)
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path[:-1], Slow(), sys.meta_path[-1]])
+    importing = threading.Thread(target=importlib.import_module, args=(module,))
+    importing.start()
+    assert looking.wait(10)
+    seen: list[int] = []
+    asking = threading.Thread(target=when_imported, args=(module, lambda m: seen.append(m.value)))
+    asking.start()
+    asking.join(0.2)  # long enough to be left without an answer, were it not to wait for the import
+    go_on.set()
+    importing.join()
+    asking.join()
+    assert seen == [1]
 
 
 def test_whether_a_package_is_there() -> None:
