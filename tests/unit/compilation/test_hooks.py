@@ -6,6 +6,7 @@ import importlib
 import sys
 import threading
 from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,8 @@ def test_while_another_thread_is_looking_for_it(module: str, monkeypatch: pytest
                 looking.set()
                 go_on.wait(10)
 
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path[:-1], Slow(), sys.meta_path[-1]])
+    path = sys.meta_path.index(PathFinder)  # after whatever looks at every name, before what finds this one
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path[:path], Slow(), *sys.meta_path[path:]])
     importing = threading.Thread(target=importlib.import_module, args=(module,))
     importing.start()
     assert looking.wait(10)
