@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 MATERIAL = Path(__file__).resolve().with_name("quickstart_material.json")
-DATA = ROOT / "src" / "slipstream" / "quickstart_data"
+DATA = ROOT / "src" / "slipstream" / "pairs" / "smollm2"
 
 MIN_WORDS, MAX_WORDS = 5, 120
 SYSTEM_EVERY = 7  # one prompt in seven carries a system message

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from slipstream import __version__
 from slipstream.cli_parts import Parser, add_command, console, given_path, given_recipe, too_long
+from slipstream.cli_quickstart import add_quickstart
 from slipstream.cli_tools import TOOLS, add_tools
 from slipstream.errors import ConfigError, SlipstreamError
 
@@ -112,16 +113,6 @@ def _preflight(args: argparse.Namespace, overrides: list[str]) -> int:
         return 0
     report = run_preflight(recipe, output=Path(args.output) if args.output else None, console=console())
     return 0 if report.passed else 2
-
-
-def _quickstart(args: argparse.Namespace, overrides: list[str]) -> int:
-    from slipstream.quickstart import quickstart
-    from slipstream.usage import refuse_idle_settings
-
-    if args.resume:
-        refuse_idle_settings(overrides, "quickstart --resume")
-    quickstart(overrides, resume=args.resume, dry_run=args.dry_run, console=console())
-    return 0
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -244,20 +235,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="a device to prewarm; may be given several times (default: run.device)",
     )
 
-    sub = add_command(
-        commands,
-        "quickstart",
-        _quickstart,
-        "the whole line on a small real model: train, measure, export",
-        """
-        Trains a drafter from scratch for SmolLM2-135M-Instruct (three minutes on a CPU), evaluates it and
-        exports it, all into runs/quickstart; six to eight minutes on two idle cores. An earlier runs/quickstart is
-        renamed, never deleted.
-          slipstream quickstart
-          slipstream quickstart --resume        go on with one that was interrupted
-        """,
-    )
-    sub.add_argument("--resume", action="store_true", help="continue the quickstart in run.directory")
+    add_quickstart(commands)
     add_tools(commands)
     return parser
 

@@ -97,7 +97,7 @@ def command_settings(command: str) -> str:
             command, heading="settings (as --section.key value; what is not given is as the run's own recipe says):"
         )
     if command == "quickstart":
-        from slipstream.quickstart import packaged_recipe
+        from slipstream.quickstart.settings import packaged_recipe
 
         heading = (
             "settings (as --section.key value; the defaults are the quickstart's own, its files are in the package):"

@@ -11,7 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "slipstream"
 LAYERS = (
-    ("__init__", "errors", "records", "places"),
+    ("__init__", "errors", "records", "places", "pairs"),
     ("config",),
     ("recipe",),
     ("provenance", "compilation", "data"),
@@ -23,7 +23,7 @@ LAYERS = (
     ("quickstart",),
     ("usage",),
     ("cli_parts",),
-    ("cli_tools",),
+    ("cli_tools", "cli_quickstart"),
     ("cli",),
     ("__main__",),
 )

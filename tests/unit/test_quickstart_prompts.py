@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "quickstart_prompts.py"
-DATA = ROOT / "src" / "slipstream" / "quickstart_data"
+DATA = ROOT / "src" / "slipstream" / "pairs" / "smollm2"
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from slipstream.errors import ConfigError, DecodingError
 from slipstream.evaluation.display import print_result
 from slipstream.evaluation.measure import evaluate_drafter, evaluation_dtype
 from slipstream.evaluation.record import circumstances, output_path, trained_with, write_record
+from slipstream.pairs import drafter_path
 from slipstream.recipe import load_recipe
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def evaluate_path(
             f"{path} is not a run directory (it has no recipe.toml); give a run, or a recipe with --drafter"
         )
     recipe = load_recipe(path / "recipe.toml" if is_run else path, overrides)
-    directory = drafter if drafter is not None else path / "drafter"
+    directory = drafter_path(str(drafter)) if drafter is not None else path / "drafter"
     if not is_run and drafter is None:
         raise ConfigError(f"{path} is a recipe; say which drafter to evaluate with --drafter DIR")
     if recipe.run.threads > 0:

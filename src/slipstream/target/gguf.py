@@ -23,7 +23,6 @@ from slipstream.places import cache_directory
 from slipstream.target.digest import CONVERSION, file_digest
 from slipstream.target.quiet import LOAD_ERRORS, quiet_loading
 
-SMOLLM2 = "smollm2"
 _LAYOUT = 1  # raise when the conversion's output changes, so that older conversions are not reused
 
 

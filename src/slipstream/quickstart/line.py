@@ -1,4 +1,4 @@
-"""``slipstream quickstart``: prepare, train, measure and export in one command, on a small real model.
+"""The whole line in one command: train, measure, compare with what is shipped, export.
 
 The recipe, the prompts and the target's own answers come with the package. Nothing here is special: every step is what
 the other commands do, and the recipe can be copied and changed.
@@ -6,42 +6,25 @@ the other commands do, and the recipe can be copied and changed.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.config import Recipe
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.recipe import apply_overrides, load_recipe, recipe_as_toml, require_warm_start, validate
+from slipstream.pairs import pair_directory, shipped_drafter
+from slipstream.quickstart.curve import learning_curve, print_curves
+from slipstream.quickstart.settings import Choice, packaged_recipe, pair_of, quickstart_recipe
+from slipstream.quickstart.summary import print_summary, what_this_was
+from slipstream.recipe import load_recipe, recipe_as_toml, require_warm_start
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-DATA = Path(__file__).parent / "quickstart_data"
-
-
-def packaged_recipe() -> Recipe:
-    """Return the quickstart's recipe as it lies in the package, its data files named relative to it."""
-    return load_recipe(DATA / "recipe.toml")
-
-
-def quickstart_recipe(overrides: Sequence[str] = ()) -> Recipe:
-    """Return the quickstart's recipe, its data files resolved inside the package, with overrides applied.
-
-    Raises ConfigError for a bad override.
-    """
-    recipe = packaged_recipe()
-    train, heldout = (tuple(str(DATA / f) for f in files) for files in (recipe.data.train, recipe.data.heldout))
-    recipe = replace(recipe, data=replace(recipe.data, train=train, heldout=heldout))
-    if overrides:
-        recipe = apply_overrides(recipe, overrides)
-        validate(recipe)
-    return recipe
 
 
 def step_aside(directory: Path) -> Path | None:
@@ -62,19 +45,29 @@ def step_aside(directory: Path) -> Path | None:
     raise ConfigError(f"{directory} exists and so do its hundred earlier names; move some away")
 
 
-def quickstart(overrides: Sequence[str] = (), *, resume: bool = False, dry_run: bool = False, console: Console) -> None:
+def quickstart(
+    overrides: Sequence[str] = (),
+    *,
+    choice: Choice | None = None,
+    resume: bool = False,
+    dry_run: bool = False,
+    console: Console,
+) -> None:
     """Run the whole line into ``run.directory`` (runs/quickstart) and say what to type next.
 
     ``resume`` goes on with what is there, as its own recipe says: training from the newest checkpoint unless it is
     done, then evaluation, and the export where there is none. Raises every error of the steps; what was finished
     before it stays in the run directory.
     """
-    recipe = quickstart_recipe(overrides)
-    directory = Path(recipe.run.directory)
+    choice = choice or Choice()
     if resume:
+        directory = Path(quickstart_recipe(Choice(pair=choice.pair), overrides).run.directory)
         if not (directory / "recipe.toml").is_file():
             raise ConfigError(f"there is no run in {directory} to resume; start it without --resume")
         recipe = load_recipe(directory / "recipe.toml", overrides)
+    else:
+        recipe = quickstart_recipe(choice, overrides)
+        directory = Path(recipe.run.directory)
     require_warm_start(recipe)
     if dry_run:
         console.print(recipe_as_toml(recipe), markup=False)
@@ -83,6 +76,11 @@ def quickstart(overrides: Sequence[str] = (), *, resume: bool = False, dry_run: 
         import torch
 
         torch.set_num_threads(recipe.run.threads)
+    if not resume and choice.prompts is not None:
+        from slipstream.quickstart.prompts import use_own_prompts
+
+        console.print(f"\n[bold]0. The target answers the prompts of {choice.prompts}[/bold]")
+        recipe = use_own_prompts(recipe, choice.prompts, console)
     if not resume and (kept := step_aside(directory)) is not None:
         console.print(f"An earlier {directory} was renamed to {kept}.", markup=False, soft_wrap=True)
     try:
@@ -125,40 +123,63 @@ def _run_line(recipe: Recipe, overrides: Sequence[str], *, resume: bool, console
     began = time.monotonic()
     directory = Path(recipe.run.directory)
 
+    numbers = itertools.count(1)
+
     def headline(text: str) -> None:
-        console.print(f"\n[bold]{text}[/bold]  ({time.monotonic() - began:.0f} s)")
+        console.print(f"\n[bold]{next(numbers)}. {text}[/bold]  ({time.monotonic() - began:.0f} s)")
 
     def say(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
+    pair = pair_of(recipe)
+    shipped = shipped_drafter(pair) if pair is not None else None
+    start = "from scratch" if recipe.drafter.warm_start is None else f"from {recipe.drafter.warm_start}"
     if resume:
         say(f"Going on with the drafter for {recipe.target.path} in {directory}.")
     else:
         say(
-            f"Training a drafter for {recipe.target.path} from scratch ({recipe.run.device}, {os.cpu_count()} CPU "
-            f"cores), for {training_length(recipe)}, into {directory}."
+            f"Training a drafter for {recipe.target.path} {start} ({recipe.run.device}, {os.cpu_count()} CPU cores), "
+            f"for {training_length(recipe)}, into {directory}."
         )
 
-    headline("1. Train")
+    headline("Train")
     if resume and _trained(directory):
         say(f"trained already: {directory / 'drafter'}")
     else:
         argv = ["slipstream", "quickstart", *(["--resume"] if resume else []), *overrides]
         train(recipe, argv=argv, resume=resume, console=console, preflight=cheap_checks(console))
-    headline("2. Evaluate: real block decoding on held-out prompts")
+    curves = {"this run": learning_curve(directory / "metrics.jsonl")}
+    if pair is not None and (metrics := pair_directory(pair) / "run" / "metrics.jsonl").is_file():
+        curves["the shipped run (GPU)"] = learning_curve(metrics)
+    print_curves(curves, console)
+    headline("Evaluate: real block decoding on held-out prompts")
     result = evaluate_path(directory, overrides if resume else (), console=console)
-    headline("3. Export: the drafter directory, read back and compared")
+    assert result is not None
+    measured = {f"trained {start}, {training_length(recipe)}": result}
+    if shipped is not None:
+        headline("The same prompts with the drafter that is shipped")
+        other = evaluate_path(
+            directory, (), drafter=shipped, output=directory / "evaluation_shipped.json", console=console
+        )
+        assert other is not None
+        measured["shipped"] = other
+    headline("Export: the drafter directory, read back and compared")
     if resume and (directory / "export" / "model.safetensors").is_file():
         say(f"exported already: {directory / 'export'}")
     else:
         export_run(directory, directory / "export", overrides if resume else (), console=console)
 
-    headline("Done")
-    assert result is not None
+    say(f"\nDone, after {time.monotonic() - began:.0f} s.")
+    print_summary(measured, console)
     say(what_this_was(result.tau, result.baselines, training_length(recipe), recipe.run.device))
     activate = "" if program() == "slipstream" else f"  source {Path(program()).with_name('activate')}\n"
+    own_start = (
+        ""
+        if shipped is None
+        else "  slipstream quickstart --from shipped --prompts FILE   on from the shipped drafter\n"
+    )
     say(
-        f"\nNext, for a model of your own:\n{activate}"
+        f"\nNext, for a model of your own:\n{activate}{own_start}"
         "  copy recipes/minimal.toml to my.toml   and set target.path, data.train (your prompts), data.heldout\n"
         "  slipstream prepare my.toml --regenerate --output answers.jsonl   the target's own answers; then data.train\n"
         "  slipstream prepare my.toml --show 3    look at what is supervised\n"
@@ -167,19 +188,4 @@ def _run_line(recipe: Recipe, overrides: Sequence[str], *, resume: bool, console
         "  slipstream train my.toml\n"
         "  slipstream evaluate RUN\n"
         "  slipstream export RUN --to my-drafter"
-    )
-
-
-def what_this_was(tau: float, baselines: dict[str, float], length: str, device: str) -> str:
-    """Return the honest sentence about what a few minutes can and cannot give, with what was measured."""
-    name, best = max(baselines.items(), key=lambda item: item[1])
-    beside = (
-        f"the free {name.replace('_', ' ')} reaches {best:.3f}, and this drafter does not pay off"
-        if best >= tau
-        else f"it beats the best free baseline here ({name.replace('_', ' ')}, {best:.3f})"
-    )
-    return (
-        f"{length} of training ({device}) show that the line works. Untrained, acceptance is 1.0 tokens a target pass; "
-        f"here it is {tau:.3f}; {beside}. A drafter that serves well needs GPU hours "
-        "and hundreds of millions of tokens."
     )

@@ -11,37 +11,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from slipstream import pairs
 from slipstream.errors import ConfigError
 from slipstream.evaluation import command as evaluation
-from slipstream.quickstart import program, quickstart, quickstart_recipe, step_aside, what_this_was
+from slipstream.quickstart.line import program, quickstart, step_aside
+from slipstream.quickstart.settings import Choice
+from slipstream.quickstart.summary import what_this_was
+from support.tiny_pair import write_pair
 from support.tiny_run import lines, make_inputs, overrides
-
-
-def test_the_recipe_names_files_that_are_there() -> None:
-    recipe = quickstart_recipe()
-    assert recipe.run.directory == "runs/quickstart"
-    assert recipe.target.path == "smollm2"
-    assert 0 < recipe.training.max_minutes <= 4
-    assert recipe.evaluation.max_prompts >= 60
-    for name in (*recipe.data.train, *recipe.data.heldout):
-        assert Path(name).is_file()
-
-
-def test_training_and_heldout_prompts_are_disjoint() -> None:
-    from slipstream.data.conversations import read_conversations
-
-    recipe = quickstart_recipe()
-    asked = [{c.messages[-2].content for c in read_conversations(recipe.data.train)}]
-    asked.append({c.messages[-1].content for c in read_conversations(recipe.data.heldout)})
-    assert len(asked[0]) >= 1500
-    assert len(asked[1]) >= 60
-    assert not asked[0] & asked[1]
-
-
-def test_overrides_change_it_and_typos_are_refused() -> None:
-    assert quickstart_recipe(["--target.path", "elsewhere"]).target.path == "elsewhere"
-    with pytest.raises(ConfigError, match=r"Did you mean training\.max_minutes"):
-        quickstart_recipe(["--training.max_minute", "1"])
 
 
 def test_an_earlier_run_is_renamed_and_keeps_everything(tmp_path: Path) -> None:
@@ -146,3 +123,29 @@ def test_the_command_is_named_by_its_path_where_no_shell_finds_it(
 def test_nothing_to_resume_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no run in .*gone to resume; start it without --resume"):
         say(["--run.directory", str(tmp_path / "gone")], resume=True)
+
+
+def test_a_pair_with_a_shipped_drafter_is_measured_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "_ROOT", write_pair(tmp_path))
+    run = tmp_path / "run"
+    text = say(["--run.directory", str(run)], choice=Choice())
+    assert "from scratch" in text
+    assert "the shipped run (GPU)" in text
+    own, shipped = (
+        json.loads((run / name).read_text(encoding="utf-8")) for name in ("evaluation.json", "evaluation_shipped.json")
+    )
+    assert (own["block_size"], shipped["block_size"]) == (4, 6)
+    assert shipped["drafter"] == str(tmp_path / "embedded" / "drafter")
+    assert own["prompts"] == shipped["prompts"] == 3
+    assert text.count("(free)") == 8  # four baselines at each of the two block sizes
+
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("".join(json.dumps({"prompt": f"number {i}"}) + "\n" for i in range(20)), encoding="utf-8")
+    again = tmp_path / "again"
+    settings = ["--run.directory", str(again), "--regenerate.max_new_tokens", "6"]
+    text = say(settings, choice=Choice(start="shipped", prompts=mine))
+    assert "The target answers the prompts" in text
+    continued = json.loads((again / "evaluation.json").read_text(encoding="utf-8"))
+    assert continued["block_size"] == 6
+    assert continued["prompts"] == 2
+    assert json.loads((again / "evaluation_shipped.json").read_text(encoding="utf-8"))["prompts"] == 2
