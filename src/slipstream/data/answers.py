@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+from slipstream.data.loops import PERIODS, loop_period
 from slipstream.data.render import Renderer
 from slipstream.data.rows import as_cut, as_whole
 from slipstream.data.template import template_text
@@ -93,6 +94,8 @@ class Draft:
             self._place += 1
             self._over = not finished or self._place > len(self.source.messages)
         self.counts["answers"] += 1
+        for longest in PERIODS:
+            self.counts[f"looping_{longest}"] += loop_period(words, longest) is not None
         self.finish = "eos" if finished else "length"
 
     def row(self) -> dict[str, Any] | None:

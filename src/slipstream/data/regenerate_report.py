@@ -25,6 +25,7 @@ class RegenerateReport:
     empty: turns where nothing was said. unrenderable: answers that the chat template refuses. too_long: prompts without
     room for an answer. Those turns and what follows them are left out. retokenised_differently: answers whose text does
     not give back the ids that the target wrote. duplicate_turns: answers said before in the same conversation.
+    looping_8, looping_24: answers with a loop of so many tokens at most (``loops``).
     unbalanced_think: finished answers whose think tags do not pair. kept_tool_calls: assistant turns kept as given.
     ``resumed`` conversations were answered by an earlier process; ``seconds`` are this one's.
     """
@@ -44,6 +45,8 @@ class RegenerateReport:
     kept_tool_calls: int
     resumed: int
     seconds: float
+    looping_8: int = 0
+    looping_24: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Return every field."""
@@ -63,6 +66,8 @@ class RegenerateReport:
             "to keep them",
             "retokenised_differently": "answers do not tokenize to the ids that the target wrote",
             "duplicate_turns": "answers repeat an earlier one of their conversation",
+            "looping_8": "answers loop with a piece of at most 8 tokens",
+            "looping_24": "answers loop with a piece of at most 24 tokens (those of 8 among them)",
             "unbalanced_think": "answers have think tags that do not pair",
             "kept_tool_calls": "assistant turns with tool calls were kept as given",
         }
