@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hidden", type=int, default=384)
-    parser.add_argument("--ffn", type=int, default=1024)
+    parser.add_argument("--ffn", type=int, default=832)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--key-heads", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
