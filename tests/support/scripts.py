@@ -1,4 +1,4 @@
-"""The scripts that make what ships with the package; they are no package themselves."""
+"""Scripts and benchmarks; they are no package themselves."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "embedded_target"
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def load(name: str) -> ModuleType:
+def load(name: str, folder: str = "scripts/embedded_target") -> ModuleType:
     """Import one of the scripts; they import one another by bare name, as they do when run."""
-    sys.path.insert(0, str(FOLDER))
+    place = str(ROOT / folder)
+    sys.path.insert(0, place)
     try:
         return importlib.import_module(name)
     finally:
-        sys.path.remove(str(FOLDER))
+        sys.path.remove(place)
