@@ -143,8 +143,14 @@ class TrainingConfig:
     """Decay of slot weights; 0: 7 at block 16, 5 at 10, 4 at 8, else block/2."""
     dpace_alpha: float = 0.5
     """D-PACE's mixing of confidence with 1."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon: orthogonalised momentum (Muon) for the matrices, AdamW for the norms."""
     learning_rate: float = 6e-4
-    """Peak learning rate."""
+    """Peak learning rate; with muon that of the norms alone."""
+    muon_learning_rate: float = 0.02
+    """muon: peak learning rate of the matrices, times sqrt(rows / columns) where one has more rows than columns."""
+    muon_momentum: float = 0.95
+    """muon: momentum (Nesterov's)."""
     min_lr_ratio: float = 0.1
     """Final learning rate, as a share of the peak."""
     schedule: Literal["cosine", "wsd"] = "cosine"
@@ -154,7 +160,7 @@ class TrainingConfig:
     decay_ratio: float = 0.2
     """wsd: share of the steps that decays."""
     weight_decay: float = 0.0
-    """AdamW weight decay, on matrices only."""
+    """Weight decay, on matrices only: a step takes this share, times the learning rate, off each."""
     beta1: float = 0.9
     """AdamW beta1."""
     beta2: float = 0.95

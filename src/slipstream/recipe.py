@@ -216,6 +216,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "training.gamma": (0, 1e6),
     "training.dpace_alpha": (0, 1),
     "training.learning_rate": (1e-12, 1e3),
+    "training.muon_learning_rate": (1e-12, 1e3),
+    "training.muon_momentum": (0, 1 - 1e-9),
     "training.min_lr_ratio": (0, 1),
     "training.warmup_ratio": (0, 1),
     "training.decay_ratio": (0, 1),

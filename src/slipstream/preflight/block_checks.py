@@ -228,11 +228,10 @@ def empty_batch(subject: Subject) -> str:
             f"{float(result[1]):.6g}; both must be 0"
         )
     _check_gradients(subject, "a batch without anchors", zero=True)
-    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.dim() < 2}
-    optimizer = build_optimizer(model, run.recipe.training)
-    updater = Updater(
-        optimizer, learning_rate=run.recipe.training.learning_rate, clip_norm=run.recipe.training.clip_norm
-    )
+    # The norms, and one matrix, which may have another optimizer: a copy of all of them would double the weights.
+    matrix = min((p.numel(), name) for name, p in model.named_parameters() if p.dim() >= 2)[1]
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.dim() < 2 or name == matrix}
+    updater = Updater(build_optimizer(model, run.recipe.training), clip_norm=run.recipe.training.clip_norm)
     updater.apply(step=0, factor=1.0, loss_sum=result[0], weight_sum=result[1])
     if updater.fault() is not None:
         raise CheckFailure("an update without anchors counts as not finite; it must be skipped")

@@ -29,6 +29,7 @@ RESPONSE = 32  # tokens after the first, rounded up to whole blocks
 PROMPT = 48
 TRIED_PROMPTS = 6
 LEARNING_RATE = 3e-3
+MUON_LEARNING_RATE = 0.02
 SECONDS = 240.0  # a quiet machine needs a tenth; a busy one must not be told that it does not learn
 MOST_STEPS = 600
 # Relative difference of the drafter's states: below float32, and in float32 throughout.
@@ -88,7 +89,7 @@ def train_on(run: PreparedRun, *, seconds: float, most_steps: int) -> tuple[int,
     """
     training = run.recipe.training
     optimizer = build_optimizer(run.draft_model, training)
-    updater = Updater(optimizer, learning_rate=training.learning_rate, clip_norm=training.clip_norm)
+    updater = Updater(optimizer, clip_norm=training.clip_norm)
     features = run.reader.read(run.dataset.batch(0, training.rows, run.recipe.run.seed))
     began, right = time.monotonic(), 0.0
     for step in range(most_steps):
@@ -164,6 +165,7 @@ def overfit_run(
         draws_per_prefill=1,
         weight_decay=0.0,
         learning_rate=learning_rate or LEARNING_RATE,
+        muon_learning_rate=MUON_LEARNING_RATE,
     )
 
 

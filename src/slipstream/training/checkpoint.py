@@ -4,7 +4,7 @@
 
     checkpoints/step-40/
         drafter/               config.json and model.safetensors in float32: what evaluation and export read
-        optimizer.safetensors  moments and step counts, float32
+        optimizer.safetensors  moments or momentum, and step counts, float32
         state.safetensors      metric window and random generators
         state.json             step, time used, and the identity that a resume must match
         COMPLETE               size and sha256 of each file above; written last
@@ -39,6 +39,8 @@ from slipstream.training.disk import free_bytes, size_words
 MARKER = "COMPLETE"
 ROWS_NAME = "data.rows"  # the identity's name for the rows themselves
 FORMAT = 1
+# Settings that checkpoints of earlier versions do not name, with what those versions did.
+_SINCE = {"training.optimizer": "adamw"}
 _NAME = re.compile(r"step-(\d+)")
 _ASIDE = (".writing-", ".removing-")
 
@@ -127,7 +129,7 @@ def save_checkpoint(
     if damage(final) is None:
         return final  # resumed from it and stopped again before the next step
     aside = directory / f".writing-{final.name}"
-    needed = sum(t.numel() * t.element_size() for t in optimizer.values()) * 3 // 2
+    needed = _size(optimizer)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(directory)
@@ -152,6 +154,15 @@ def save_checkpoint(
     for old in [p for p in complete_checkpoints(directory) if _step(p) <= state.step][:-keep]:
         _remove(old)
     return final
+
+
+def _size(optimizer: Mapping[str, Tensor]) -> int:
+    """Return about how many bytes a checkpoint takes: optimizer state, and weights as large as a state of each."""
+    weights: dict[str, int] = {}
+    for name, tensor in optimizer.items():
+        parameter = name.partition(".")[2]
+        weights[parameter] = max(weights.get(parameter, 0), tensor.nbytes)
+    return sum(weights.values()) + sum(tensor.nbytes for tensor in optimizer.values())
 
 
 def _what_is_left(directory: Path) -> str:
@@ -297,6 +308,7 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any], checkpo
     A resumed run must repeat an uninterrupted one exactly, so target, tokenizer, data, drafter and every training
     setting that moves the weights have to be the same.
     """
+    saved = {**_SINCE, **saved} if any(name in current for name in _SINCE) else saved
     for name in [*saved, *(n for n in current if n not in saved)]:
         before, now = plain(saved.get(name)), plain(current.get(name))
         if before != now and name == ROWS_NAME:

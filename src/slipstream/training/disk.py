@@ -25,12 +25,12 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def require_room(directory: Path, parameters: int) -> None:
-    """Raise TrainingError unless the run's disk holds one checkpoint and the trained drafter, all of it float32.
+def require_room(directory: Path, parameters: int, state: int) -> None:
+    """Raise TrainingError unless the run's disk holds one checkpoint and the trained drafter.
 
-    A checkpoint is the weights and two moments of each parameter, 12 bytes; ``drafter/`` is the weights once more.
+    A checkpoint is the weights in float32 and ``state`` bytes of the optimizer; ``drafter/`` is the weights once more.
     """
-    needed = 16 * parameters
+    needed = 2 * 4 * parameters + state
     try:
         free = free_bytes(directory)
     except OSError:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def stop_at_fault(
     run: PreparedRun,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     fault: Fault,
     state: TrainingState,
     directory: Path,

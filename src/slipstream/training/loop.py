@@ -50,16 +50,14 @@ class Trainer:
         self.seed = run.recipe.run.seed
         self.source: FeatureSource = TargetSource(run.dataset, run.reader, rows=self.settings.rows, seed=self.seed)
         self.optimizer = build_optimizer(run.draft_model, self.settings)
-        self.updater = Updater(
-            self.optimizer, learning_rate=self.settings.learning_rate, clip_norm=self.settings.clip_norm
-        )
+        self.updater = Updater(self.optimizer, clip_norm=self.settings.clip_norm)
         self.window = MetricWindow(run.config.block_size, run.device)
         self.step = 0
         self.resumed_from: int | None = None
         self._elapsed_before = 0.0
         self._began = time.monotonic()
         self._reported = (self._began, 0)  # time and tokens at the last report
-        self._lr = 0.0
+        self._factor = 0.0  # share of the peak learning rates at the last step
         self._lossy = 0  # responses of the newest evaluation that parted from plain decoding at no near tie
         # Nothing here draws from torch's own generator; seeded and restored all the same, for code that might.
         torch.manual_seed(self.seed)
@@ -117,7 +115,7 @@ class Trainer:
                 self.window.add_micro_batch(result)
         norm = self.updater.apply(step=self.step, factor=factor, loss_sum=loss_sum, weight_sum=weight_sum)
         self.window.add_step(norm, weight_sum)
-        self._lr = self.settings.learning_rate * factor
+        self._factor = factor
         self.step += 1
 
     # -- state
@@ -137,7 +135,7 @@ class Trainer:
         )
 
     def restore(self, state: TrainingState, moments: dict[str, Tensor], checkpoint: Path) -> None:
-        """Take over a checkpoint: weights, moments, schedule, generators, data position, metrics."""
+        """Take over a checkpoint: weights, optimizer state, schedule, generators, data position, metrics."""
         saved, _ = load_drafter(checkpoint / "drafter", device=self.run.device, dtype=None)
         with torch.no_grad():
             for name, parameter in saved.named_parameters():
@@ -267,13 +265,15 @@ class Trainer:
         self._reported = (now, self.source.tokens)
         used = self.settings.rows * self.settings.accumulation * self.step / len(self.run.dataset)
         values |= {
-            "learning_rate": self._lr,
+            "learning_rate": self.settings.learning_rate * self._factor,
             "tokens_per_second": (self.source.tokens - tokens) / span,
             "target_share_of_time": min(target / span, 1.0),
             "tokens": self.source.tokens,
             "epoch": used,
             "elapsed": self.elapsed(),
         }
+        if self.settings.optimizer == "muon":
+            values["muon_learning_rate"] = self.settings.muon_learning_rate * self._factor
         log.write("train", self.step, values)
         display.report(self.step, values)
 

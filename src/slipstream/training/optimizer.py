@@ -1,17 +1,17 @@
-"""AdamW on float32 master weights: the schedule, and one guarded update.
+"""AdamW, or Muon and AdamW, on float32 master weights: the schedule, and one guarded update.
 
 The gradient of a step is the sum over its micro-batches and draws of the gradient of ``loss_sum``, divided by the sum
 of their weights. So neither accumulation nor the number of anchors that a micro-batch happens to hold changes it.
 
-A step whose loss or gradient is not finite freezes the run on the device: a flag makes the fused optimizer skip that
-update and every later one, so the weights stay those that met the bad batch. The host reads the flag where it reads
-metrics anyway; no step waits for the GPU.
+A step whose loss or gradient is not finite freezes the run on the device: a flag makes the optimizer skip that update
+and every later one, so the weights stay those that met the bad batch. The host reads the flag where it reads metrics
+anyway; no step waits for the GPU.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +19,17 @@ from torch import Tensor, nn
 
 from slipstream.config import TrainingConfig
 from slipstream.errors import CheckpointError, TrainingError
+from slipstream.training.muon import MuonAdamW
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+MOMENTUM = ("momentum_buffer",)
 
 
-def build_optimizer(draft_model: nn.Module, settings: TrainingConfig) -> torch.optim.AdamW:
-    """Return fused AdamW over the drafter's parameters; weight decay on matrices only.
+def build_optimizer(draft_model: nn.Module, settings: TrainingConfig) -> torch.optim.Optimizer:
+    """Return fused AdamW over the drafter's parameters, or Muon for its matrices; weight decay on matrices only.
+
+    Muon takes ``fc`` too: its input is dense activations and its output is normed, so it is a hidden matrix like any
+    other. What Muon is not for, embedding and head, the drafter borrows.
 
     Raises TrainingError for a parameter that is not float32: bfloat16 weights lose small updates (norms stop moving).
     """
@@ -34,13 +39,30 @@ def build_optimizer(draft_model: nn.Module, settings: TrainingConfig) -> torch.o
             raise TrainingError(f"drafter parameter {name} is {parameter.dtype}; master weights must be float32")
     matrices = [p for _, p in trainable if p.dim() >= 2]
     vectors = [p for _, p in trainable if p.dim() < 2]
+    betas = (settings.beta1, settings.beta2)
+    if settings.optimizer == "muon":
+        return MuonAdamW(
+            matrices,
+            vectors,
+            muon_learning_rate=settings.muon_learning_rate,
+            momentum=settings.muon_momentum,
+            weight_decay=settings.weight_decay,
+            learning_rate=settings.learning_rate,
+            betas=betas,
+        )
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
+        betas=betas,
         fused=True,
     )
+
+
+def state_bytes(shapes: Iterable[Sequence[int]], settings: TrainingConfig) -> int:
+    """Return the bytes of optimizer state for parameters of these shapes, step counts not counted: two float32 moments
+    of each weight, or one momentum of each weight of a matrix that Muon has."""
+    return sum(math.prod(shape) * (4 if settings.optimizer == "muon" and len(shape) >= 2 else 8) for shape in shapes)
 
 
 def schedule_factor(progress: float, settings: TrainingConfig) -> float:
@@ -71,11 +93,14 @@ class Fault:
 
 
 class Updater:
-    """Divide, clip and apply the summed gradients, unless they are unusable. One per drafter; not thread-safe."""
+    """Divide, clip and apply the summed gradients, unless they are unusable. One per drafter; not thread-safe.
 
-    def __init__(self, optimizer: torch.optim.AdamW, *, learning_rate: float, clip_norm: float) -> None:
+    The optimizer's learning rates, as they are here, are the peaks that ``apply`` takes a share of.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, clip_norm: float) -> None:
         self.optimizer = optimizer
-        self.learning_rate = learning_rate
+        self.peaks: list[float] = [group["lr"] for group in optimizer.param_groups]
         self.clip_norm = clip_norm
         self.parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
         device = self.parameters[0].device
@@ -100,10 +125,10 @@ class Updater:
         seen = torch.stack([torch.full_like(loss, float(step)), loss, norm.double()])
         self._fault = torch.where((self._fault[0] < 0) & ~healthy, seen, self._fault)
         torch._foreach_mul_(grads, torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0) / divisor)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate * factor
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * factor
         skip = (self._fault[0] >= 0) | ~some
-        # The fused kernels read this attribute on the device and leave weights, moments and step counts as they were.
+        # Fused AdamW and our Muon read this on the device, and leave weights, state and step counts as they were.
         self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
         self.optimizer.step()
@@ -116,30 +141,42 @@ class Updater:
         return None if step < 0 else Fault(step=int(step), loss=loss, grad_norm=norm)
 
 
-def optimizer_tensors(draft_model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """Return moments and step counts as ``exp_avg.<parameter>`` and so on; parameters never updated have none."""
+def _state_names(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, tuple[str, ...]]:
+    """Return the names of the state that each parameter has."""
+    return {
+        parameter: MOMENTUM if "momentum" in group else MOMENTS
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def optimizer_tensors(draft_model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the state as ``exp_avg.<parameter>``, ``momentum_buffer.<parameter>`` and so on; parameters never updated
+    have none."""
+    names = _state_names(optimizer)
     out: dict[str, Tensor] = {}
     for name, parameter in draft_model.named_parameters():
         state = optimizer.state.get(parameter, {})
-        for key in MOMENTS:
+        for key in names.get(parameter, ()):
             if key in state:
                 out[f"{key}.{name}"] = state[key].detach()
     return out
 
 
-def restore_optimizer(draft_model: nn.Module, optimizer: torch.optim.AdamW, tensors: Mapping[str, Tensor]) -> None:
+def restore_optimizer(draft_model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Put back what ``optimizer_tensors`` returned. Raises CheckpointError where a tensor does not fit."""
-    expected = {f"{key}.{name}": p for name, p in draft_model.named_parameters() if p.requires_grad for key in MOMENTS}
     if not tensors:
         return
-    strange = sorted(set(tensors) ^ set(expected))
+    names = _state_names(optimizer)
+    expected = {f"{key}.{name}" for name, p in draft_model.named_parameters() for key in names.get(p, ())}
+    strange = sorted(set(tensors) ^ expected)
     if strange:
         raise CheckpointError(f"optimizer state and drafter disagree about {strange[0]} ({len(strange)} such tensors)")
     for name, parameter in draft_model.named_parameters():
-        if not parameter.requires_grad:
+        if parameter not in names:
             continue
         state: dict[str, Tensor] = {}
-        for key in MOMENTS:
+        for key in names[parameter]:
             value = tensors[f"{key}.{name}"]
             if key != "step" and value.shape != parameter.shape:
                 raise CheckpointError(
@@ -149,8 +186,8 @@ def restore_optimizer(draft_model: nn.Module, optimizer: torch.optim.AdamW, tens
         optimizer.state[parameter] = state
 
 
-def assert_full_precision(draft_model: nn.Module, optimizer: torch.optim.AdamW) -> None:
-    """Raise TrainingError unless every parameter and every moment is float32 (before step 0 and after a resume)."""
+def assert_full_precision(draft_model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise TrainingError unless parameters and optimizer state are float32 (before step 0 and after a resume)."""
     for name, parameter in draft_model.named_parameters():
         if parameter.dtype != torch.float32:
             raise TrainingError(f"drafter parameter {name} is {parameter.dtype}; master weights must be float32")

@@ -19,6 +19,7 @@ from slipstream.target.model import TargetInfo
 from slipstream.target.source import resolve_dtype
 from slipstream.training.hardware import resolve_attention, resolve_device, resolve_precision
 from slipstream.training.heldout import heldout_prompts, overlap
+from slipstream.training.optimizer import state_bytes
 from slipstream.training.session import resolve_anchors, resolve_drafter, resolve_steps
 from slipstream.training.step import resolve_step_settings
 
@@ -52,7 +53,8 @@ def plan(recipe: Recipe) -> dict[str, Any]:
     settings = resolve_step_settings(
         training, block_size=config.block_size, vocab_rows=config.vocab_size, precision=precision
     )
-    parameters = sum(math.prod(shape) for shape in parameter_shapes(config).values())
+    shapes = list(parameter_shapes(config).values())
+    parameters = sum(map(math.prod, shapes))
     steps = resolve_steps(training, len(dataset))
     prompts = heldout_prompts(recipe, _Described(tokenizer, info))
     report = dataset.report
@@ -60,7 +62,7 @@ def plan(recipe: Recipe) -> dict[str, Any]:
         training,
         config,
         row_length=dataset.row_length,
-        parameters=parameters,
+        weight_bytes=8 * parameters + state_bytes(shapes, training),
         target_bytes=target_parameters * target_dtype.itemsize,
         feature_bytes=target_dtype.itemsize,
         compute_bytes=precision.itemsize,
@@ -90,7 +92,8 @@ def plan(recipe: Recipe) -> dict[str, Any]:
         f"{training.anchors} anchors a row",
         "tokens per step": f"up to {training.accumulation * training.rows * dataset.row_length:,}",
         "steps": "until the time is used up" if steps is None else f"{steps:,}",
-        "schedule": f"{training.schedule}, peak {training.learning_rate:g}, warm-up {training.warmup_ratio:.0%}",
+        "optimizer": _optimizer(training),
+        "schedule": f"{training.schedule}, warm-up {training.warmup_ratio:.0%}",
     }
     out["held-out prompts"] = f"{len(prompts):,} decoded while training" if prompts else "none decoded while training"
     if (warning := overlap(recipe.data, tokenizer, info, dataset)) is not None:
@@ -103,6 +106,13 @@ def plan(recipe: Recipe) -> dict[str, Any]:
     return out
 
 
+def _optimizer(training: TrainingConfig) -> str:
+    peak = f"peak {training.learning_rate:g}"
+    if training.optimizer == "muon":
+        return f"muon for matrices, peak {training.muon_learning_rate:g}; adamw for norms, {peak}"
+    return f"adamw, {peak}"
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -112,7 +122,7 @@ def memory_estimate(
     config: DrafterConfig,
     *,
     row_length: int,
-    parameters: int,
+    weight_bytes: int,
     target_bytes: int,
     feature_bytes: int,
     compute_bytes: int,
@@ -121,6 +131,8 @@ def memory_estimate(
 ) -> dict[str, int]:
     """Return bytes by use, at the worst micro-batch: every row full, every anchor taken.
 
+    ``weight_bytes``: the drafter's weights, gradients and optimizer state, float32: 16 bytes a parameter with AdamW, 12
+    for a matrix with Muon.
     Activations are those that autograd keeps for the drafter's blocks and context; the target's own peak is a few
     layers' worth and is not counted. The estimate leaves out the allocator's slack.
     """
@@ -133,7 +145,7 @@ def memory_estimate(
     activations = config.layers * (queries * per_query + context * 2 * key_width) + 3 * context * hidden
     sizes = {
         "target weights": target_bytes,
-        "drafter weights, gradients, moments": 16 * parameters,
+        "drafter weights, gradients, moments": weight_bytes,
         "context features": context * config.context_size * feature_bytes,
         "activations": activations * (compute_bytes + 2),
         "logits": min(chunk, rows * training.anchors * (config.block_size - 1)) * config.vocab_size * 4 * 2,

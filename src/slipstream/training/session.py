@@ -40,6 +40,12 @@ FREE_SETTINGS = frozenset(
 _FREE_SHAPE = frozenset({"block_size", "max_position_embeddings"})
 
 
+def binding_settings(training: TrainingConfig) -> list[str]:
+    """Return the training settings that the weights depend on: a resume must have the same."""
+    unread = {"muon_learning_rate", "muon_momentum"} if training.optimizer != "muon" else set()
+    return [f.name for f in dataclasses.fields(training) if f.name not in FREE_SETTINGS | unread]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PreparedRun:
     """A run before its first step. ``steps``: optimizer steps, None where only time limits them.
@@ -184,11 +190,7 @@ def prepare(
         "run.seed": recipe.run.seed,
         "device": device.type,
     }
-    identity |= {
-        f"training.{f.name}": getattr(training, f.name)
-        for f in dataclasses.fields(training)
-        if f.name not in FREE_SETTINGS
-    }
+    identity |= {f"training.{name}": getattr(training, name) for name in binding_settings(training)}
     identity |= {
         "training.precision": str(precision).removeprefix("torch."),
         "training.attention": kind,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from slipstream.training.disk import require_room
 from slipstream.training.heldout import heldout_prompts, overlap
 from slipstream.training.loop import Trainer
 from slipstream.training.metrics import last_line
+from slipstream.training.optimizer import state_bytes
 from slipstream.training.session import PreparedRun, prepare
 
 Preflight = Callable[[PreparedRun], "dict[str, Any] | None"]
@@ -90,7 +92,8 @@ def train(
         if (warning := overlap(recipe.data, run.target.tokenizer, run.target.info, run.dataset)) is not None:
             say(warning)
         if state is None or run.steps is None or state.step < run.steps:
-            require_room(directory.path, sum(p.numel() for p in run.draft_model.parameters()))
+            shapes = [p.shape for p in run.draft_model.parameters()]
+            require_room(directory.path, sum(map(math.prod, shapes)), state_bytes(shapes, recipe.training))
         report = preflight(run) if preflight is not None else None
         device = str(run.device)
         if state is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,20 @@ Prepared = Callable[..., PreparedRun]
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    """Return ``prepared(family, dtype=, **drafter settings) -> PreparedRun`` on the CPU, with two-turn chats."""
+    """Return ``prepared(family, dtype=, training=, **drafter settings) -> PreparedRun`` on the CPU, two-turn chats.
+
+    ``training``: settings of the optimisation, by name.
+    """
     room = tmp_path_factory.mktemp("preflight")
     data = write_conversations(room / "train.jsonl", 8, turns=2)
     targets: dict[str, Path] = {}
     runs: dict[tuple[Any, ...], PreparedRun] = {}
 
-    def get(family: str = "qwen3", *, dtype: str = "float32", **settings: Any) -> PreparedRun:
-        key = (family, dtype, *sorted(settings.items()))
+    def get(
+        family: str = "qwen3", *, dtype: str = "float32", training: Mapping[str, Any] | None = None, **settings: Any
+    ) -> PreparedRun:
+        training = training or {}
+        key = (family, dtype, *sorted(training.items()), *sorted(settings.items()))
         if key not in runs:
             if family not in targets:
                 targets[family] = save_tiny_target(room / family, family)
@@ -34,7 +40,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
                 target=TargetConfig(path=str(targets[family]), dtype=dtype),
                 data=DataConfig(train=(str(data),), row_length=160),
                 drafter=DrafterSettings(**{"layers": 2, "block_size": 8, **settings}),
-                training=TrainingConfig(precision="float32"),
+                training=TrainingConfig(precision="float32", **training),
                 run=RunConfig(device="cpu", directory=str(room / "run")),
             )
             with pytest.MonkeyPatch.context() as patch:

@@ -12,6 +12,7 @@ from slipstream.drafter import attention as attention_module
 from slipstream.drafter.model import RMSNorm
 from slipstream.preflight import CHEAP, block_checks, subject
 from slipstream.target.features import FeatureReader
+from slipstream.training.muon import MuonAdamW
 
 ALL = tuple(CHEAP)
 SLIDING = {"layer_types": ("sliding_attention",) * 2, "sliding_window": 9}
@@ -22,6 +23,23 @@ ONE = {"layers": 1, "layer_types": ("sliding_attention",), "sliding_window": 4}
 @pytest.mark.parametrize("settings", [{}, SLIDING, MIXED, ONE, {"layers": 1}, {"block_size": 2}, {"block_size": 16}])
 def test_every_kind_of_drafter_passes(settings, prepared, verdict) -> None:
     assert verdict(prepared(**settings), *ALL) == {}
+
+
+def test_all_pass_with_muon(prepared, verdict) -> None:
+    assert verdict(prepared(training={"optimizer": "muon", "weight_decay": 0.1}), *ALL) == {}
+
+
+def test_a_matrix_that_an_update_without_anchors_changes_is_empty_batch(prepared, verdict, monkeypatch) -> None:
+    genuine = MuonAdamW.step
+
+    def always(self, closure=None) -> None:
+        kept, self.found_inf = self.found_inf, None
+        genuine(self)
+        self.found_inf = kept
+
+    monkeypatch.setattr(MuonAdamW, "step", always)
+    failed = verdict(prepared(training={"optimizer": "muon", "weight_decay": 0.1}), "empty-batch")
+    assert "_proj.weight; it must be skipped" in failed["empty-batch"]
 
 
 def replace_predicate(monkeypatch, make) -> None:

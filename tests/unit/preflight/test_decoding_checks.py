@@ -31,6 +31,11 @@ def both_names(monkeypatch, blocks_at) -> None:
     monkeypatch.setattr(decoding_checks, "blocks_at", blocks_at)
 
 
+def test_both_pass_with_muon(prepared, verdict) -> None:
+    """Whatever rate the recipe has: the check brings its own."""
+    assert verdict(prepared(training={"optimizer": "muon", "muon_learning_rate": 1e-5}), *BOTH) == {}
+
+
 def test_labels_shifted_by_one_are_overfit(run, verdict, monkeypatch) -> None:
     """The classic: training accuracy is perfect, and nothing is accepted."""
     genuine = anchors_module.blocks_at

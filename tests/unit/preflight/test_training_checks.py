@@ -20,6 +20,10 @@ def test_both_pass(family, prepared, verdict) -> None:
     assert verdict(prepared(family), *BOTH) == {}
 
 
+def test_both_pass_with_muon(prepared, verdict) -> None:
+    assert verdict(prepared(training={"optimizer": "muon", "weight_decay": 0.1}), *BOTH) == {}
+
+
 def cast_drafter(monkeypatch, cast) -> None:
     genuine = session.build_drafter
 
@@ -80,7 +84,9 @@ def test_both_pass_with_another_seed(run, verdict) -> None:
     assert verdict(dataclasses.replace(run, recipe=recipe), *BOTH) == {}
 
 
-def test_moments_that_are_not_restored_are_exact_resume(run, verdict, monkeypatch) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_moments_that_are_not_restored_are_exact_resume(optimizer, prepared, verdict, monkeypatch) -> None:
+    run = prepared(training={"optimizer": optimizer})
     monkeypatch.setattr(loop, "restore_optimizer", lambda *_: None)
     assert set(verdict(run, *BOTH)) == {"exact-resume"}
 

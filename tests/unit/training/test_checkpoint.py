@@ -207,6 +207,17 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path: Path, monk
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize(("states", "mib"), [(("exp_avg", "exp_avg_sq"), 12), (("momentum_buffer",), 8)])
+def test_the_room_that_is_asked_for_follows_the_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: tuple[str, ...], mib: int
+):
+    """Two matrices, a million weights together: their optimizer's state, and the weights themselves."""
+    optimizer = {f"{name}.layers.{n}.weight": torch.zeros(2**9, 2**10) for name in states for n in range(2)}
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("U", (), {"free": 8})())
+    with pytest.raises(CheckpointError, match=rf"needs {mib}\.0 MiB"):
+        ck.save_checkpoint(tmp_path, state(1), write_drafter=write_drafter, optimizer=optimizer, keep=1)
+
+
 def test_other_errors_are_not_swallowed_and_leave_nothing(tmp_path: Path):
     def broken(_: Path) -> None:
         raise RuntimeError("a fault of ours")
@@ -227,6 +238,16 @@ def test_resume_refuses_a_difference_and_names_both_values(name: str, before: ob
         ck.check_identity({**same, name: before}, {**same, name: now}, Path("c/step-1"))
     for part in (name, repr(before), repr(now), "step-1", "run.directory"):
         assert part in str(caught.value)
+
+
+def test_settings_that_an_older_checkpoint_does_not_name_are_what_it_did():
+    old = {"target.digest": "aa", "training.loss": "decay"}
+    current = {**old, "training.optimizer": "adamw"}
+    ck.check_identity(old, current, Path("c/step-1"))
+    ck.check_identity({"target.digest": "aa"}, {"target.digest": "aa"}, Path("c/step-1"))  # a part of it alone
+    with pytest.raises(CheckpointError, match=r"training\.optimizer = 'adamw', this run has 'muon'; resume") as caught:
+        ck.check_identity(old, {**current, "training.optimizer": "muon", "training.muon_momentum": 0.9}, Path("c/1"))
+    assert "\n" not in str(caught.value)
 
 
 def test_identity_survives_json(tmp_path: Path):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.config import TrainingConfig
 from slipstream.errors import CheckpointError, TrainingError
@@ -15,6 +18,7 @@ from slipstream.training.optimizer import (
     optimizer_tensors,
     restore_optimizer,
     schedule_factor,
+    state_bytes,
 )
 
 
@@ -23,9 +27,12 @@ def model(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
 
 
-def updater(net: nn.Module, **changes: float) -> Updater:
+BOTH = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+
+
+def updater(net: nn.Module, **changes: Any) -> Updater:
     settings = TrainingConfig(**{"learning_rate": 0.01, **changes})
-    return Updater(build_optimizer(net, settings), learning_rate=settings.learning_rate, clip_norm=settings.clip_norm)
+    return Updater(build_optimizer(net, settings), clip_norm=settings.clip_norm)
 
 
 def snapshot(net: nn.Module, up: Updater) -> dict[str, torch.Tensor]:
@@ -115,10 +122,11 @@ def test_clipping_and_update_equal_plain_torch():
     assert all(p.grad is None for p in net.parameters())
 
 
+@BOTH
 @pytest.mark.parametrize("poison", ["gradient", "loss"])
-def test_a_fault_freezes_weights_and_moments_and_is_remembered(poison: str):
+def test_a_fault_freezes_weights_and_state_and_is_remembered(poison: str, optimizer: str):
     net = model()
-    up = updater(net)
+    up = updater(net, optimizer=optimizer, weight_decay=0.1)
     x, w = torch.randn(6, 4), torch.ones(6)
     step(net, up, 0, weighted_losses(net, x, w), w.sum())
     before = snapshot(net, up)
@@ -138,9 +146,10 @@ def test_a_fault_freezes_weights_and_moments_and_is_remembered(poison: str):
     assert updater(model()).fault() is None
 
 
-def test_an_empty_step_changes_nothing_and_the_next_one_works():
+@BOTH
+def test_an_empty_step_changes_nothing_and_the_next_one_works(optimizer: str):
     net = model()
-    up = updater(net)
+    up = updater(net, optimizer=optimizer, weight_decay=0.1)
     x, w = torch.randn(6, 4), torch.ones(6)
     step(net, up, 0, weighted_losses(net, x, w), w.sum())
     before = snapshot(net, up)
@@ -153,16 +162,50 @@ def test_an_empty_step_changes_nothing_and_the_next_one_works():
     assert not torch.equal(net[0].weight, before["0.weight"])
 
 
-def test_optimizer_state_round_trip_is_exact_and_float32():
+class Asked(TorchDispatchMode):
+    """Counts the questions to the device that a host has to wait for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return function(*args, **(kwargs or {}))
+
+
+@BOTH
+def test_an_update_asks_the_device_nothing(optimizer: str):
     net = model()
-    up = updater(net)
+    up = updater(net, optimizer=optimizer, weight_decay=0.1)
+    loss = weighted_losses(net, torch.randn(6, 4), torch.ones(6))
+    with Asked() as asked:
+        step(net, up, 0, loss, torch.tensor(6.0))
+        assert asked.count == 0
+        assert torch.isfinite(loss)  # such a question is counted
+    assert asked.count == 1
+
+
+@BOTH
+def test_the_schedule_moves_every_learning_rate(optimizer: str):
+    net = model()
+    up = updater(net, optimizer=optimizer, muon_learning_rate=0.5)
+    for factor in (0.5, 0.25, 1.0):
+        weighted_losses(net, torch.randn(6, 4), torch.ones(6)).backward()
+        up.apply(step=0, factor=factor, loss_sum=torch.ones(()), weight_sum=torch.ones(()))
+        peaks = [0.5, 0.01] if optimizer == "muon" else [0.01, 0.01]
+        assert [group["lr"] for group in up.optimizer.param_groups] == [peak * factor for peak in peaks]
+
+
+@BOTH
+def test_optimizer_state_round_trip_is_exact_and_float32(optimizer: str):
+    net = model()
+    up = updater(net, optimizer=optimizer)
     x, w = torch.randn(6, 4), torch.ones(6)
     for number in range(3):
         step(net, up, number, weighted_losses(net, x, w), w.sum())
     saved = {k: v.clone() for k, v in optimizer_tensors(net, up.optimizer).items()}
     other = model(1)
     other.load_state_dict(net.state_dict())
-    up2 = updater(other)
+    up2 = updater(other, optimizer=optimizer)
     restore_optimizer(other, up2.optimizer, saved)
     assert_full_precision(other, up2.optimizer)
     for n, u in ((net, up), (other, up2)):
@@ -171,13 +214,14 @@ def test_optimizer_state_round_trip_is_exact_and_float32():
     assert all(torch.equal(left[k], right[k]) for k in left)
 
 
-def test_moments_that_came_back_in_bfloat16_are_refused():
+@pytest.mark.parametrize(("optimizer", "name"), [("adamw", "exp_avg"), ("muon", r"momentum_buffer\.0\.weight")])
+def test_state_that_came_back_in_bfloat16_is_refused(optimizer: str, name: str):
     net = model()
-    up = updater(net)
+    up = updater(net, optimizer=optimizer)
     step(net, up, 0, weighted_losses(net, torch.randn(2, 4), torch.ones(2)), torch.tensor(2.0))
     saved = {k: v.bfloat16() for k, v in optimizer_tensors(net, up.optimizer).items()}
     restore_optimizer(net, up.optimizer, saved)
-    with pytest.raises(TrainingError, match=r"optimizer state exp_avg.* is torch.bfloat16"):
+    with pytest.raises(TrainingError, match=rf"optimizer state {name}.* is torch.bfloat16"):
         assert_full_precision(net, up.optimizer)
 
 
@@ -191,3 +235,23 @@ def test_foreign_optimizer_state_is_refused():
         restore_optimizer(net, up.optimizer, missing)
     with pytest.raises(CheckpointError, match="not"):
         restore_optimizer(net, up.optimizer, {**saved, "exp_avg.0.weight": torch.zeros(3)})
+
+
+def test_the_state_of_the_other_optimizer_is_refused():
+    nets = {name: model() for name in ("adamw", "muon")}
+    ups = {name: updater(net, optimizer=name) for name, net in nets.items()}
+    for name, net in nets.items():
+        step(net, ups[name], 0, weighted_losses(net, torch.randn(2, 4), torch.ones(2)), torch.tensor(2.0))
+    saved = {name: optimizer_tensors(net, ups[name].optimizer) for name, net in nets.items()}
+    for name, other in (("adamw", "muon"), ("muon", "adamw")):
+        with pytest.raises(CheckpointError, match=r"disagree about exp_avg\.0\.weight"):
+            restore_optimizer(nets[name], ups[name].optimizer, saved[other])
+
+
+@BOTH
+def test_the_bytes_of_the_state_are_those_that_it_has(optimizer: str):
+    net = model()
+    up = updater(net, optimizer=optimizer)
+    step(net, up, 0, weighted_losses(net, torch.randn(2, 4), torch.ones(2)), torch.tensor(2.0))
+    held = sum(v.nbytes for k, v in optimizer_tensors(net, up.optimizer).items() if not k.startswith("step."))
+    assert state_bytes([p.shape for p in net.parameters()], TrainingConfig(optimizer=optimizer)) == held

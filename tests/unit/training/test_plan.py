@@ -10,6 +10,7 @@ import pytest
 from slipstream.config import TrainingConfig
 from slipstream.drafter.config import DrafterConfig
 from slipstream.errors import DataError
+from slipstream.training import plan as planning
 from slipstream.training.plan import memory_estimate, plan
 from support.tiny_run import make_inputs, tiny_recipe
 
@@ -36,7 +37,7 @@ CONFIG = DrafterConfig(
 def estimate(training: TrainingConfig, **changes: object) -> dict[str, int]:
     sizes = {
         "row_length": 3072,
-        "parameters": 1_048_600_000,
+        "weight_bytes": 16 * 1_048_600_000,
         "target_bytes": 16_000_000_000,
         "feature_bytes": 2,
         "compute_bytes": 2,
@@ -64,6 +65,25 @@ def test_it_grows_with_rows_anchors_and_the_dense_mask():
     assert "dense attention" in estimate(TrainingConfig(), dense=True)
     few = dataclasses.replace(TrainingConfig(), anchors=1)
     assert estimate(few)["logits"] == 15 * 151936 * 8
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_plan_counts_the_optimizers_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str):
+    make_inputs(tmp_path)
+    asked: dict[str, int] = {}
+    real = planning.memory_estimate
+
+    def noted(*args: object, **given: object) -> dict[str, int]:
+        asked.update(real(*args, **given))  # type: ignore[arg-type]
+        return asked
+
+    monkeypatch.setattr(planning, "memory_estimate", noted)
+    told = plan(tiny_recipe(tmp_path, tmp_path / "run", training__optimizer=optimizer))
+    parameters = int(told["drafter parameters"].replace(",", ""))
+    share = asked["drafter weights, gradients, moments"] / parameters
+    assert share == 16 if optimizer == "adamw" else 12 < share < 12.1  # the norms have two moments still
+    muon = "muon for matrices, peak 0.02; adamw for norms, peak 0.0006"
+    assert told["optimizer"] == (muon if optimizer == "muon" else "adamw, peak 0.0006")
 
 
 def test_the_plan_of_a_hub_id_downloads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

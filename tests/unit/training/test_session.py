@@ -11,7 +11,7 @@ import pytest
 from slipstream.config import TrainingConfig
 from slipstream.errors import CheckpointError, DrafterError
 from slipstream.target.description import describe_target
-from slipstream.training.session import resolve_drafter, resolve_steps
+from slipstream.training.session import FREE_SETTINGS, binding_settings, resolve_drafter, resolve_steps
 from support.tiny_run import make_inputs, quiet_train, tiny_recipe
 
 
@@ -27,6 +27,13 @@ from support.tiny_run import make_inputs, quiet_train, tiny_recipe
 )
 def test_steps(settings: dict, rows: int, expected: int | None):
     assert resolve_steps(TrainingConfig(**settings), rows) == expected
+
+
+def test_settings_that_nothing_reads_do_not_bind():
+    every = {f.name for f in dataclasses.fields(TrainingConfig)} - FREE_SETTINGS
+    muon = set(binding_settings(TrainingConfig(optimizer="muon")))
+    assert every - muon == set()
+    assert muon - set(binding_settings(TrainingConfig())) == {"muon_learning_rate", "muon_momentum"}
 
 
 def test_a_resume_elsewhere_is_warned_of_in_one_line_and_other_rows_are_refused(

@@ -144,7 +144,7 @@ def test_accumulation_of_batches_and_draws_is_the_gradient_of_all_at_once(loss: 
     settings = TrainingConfig(clip_norm=1e9, learning_rate=0.1)
     net, whole = DraftModel(CONFIG), DraftModel(CONFIG)
     whole.load_state_dict(net.state_dict())
-    updater = Updater(build_optimizer(net, settings), learning_rate=0.1, clip_norm=1e9)
+    updater = Updater(build_optimizer(net, settings), clip_norm=1e9)
     total, weight = torch.zeros(()), torch.zeros(())
     for found, blocks in pairs:
         result = run(net, found, blocks, loss=loss)
