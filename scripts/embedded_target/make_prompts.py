@@ -3,7 +3,8 @@
 Reads ``functions_prompts.jsonl``, which ``make_functions.py`` kept out of its training pairs, and
 ``functions_heldout.jsonl``, of packages that the target never saw. Writes ``prompts_train.jsonl`` and
 ``prompts_heldout.jsonl``: a user message, and where it is from. (The files that the training prompts are from are in
-the target's corpus all the same, as text among other text.)
+the target's corpus all the same, as text among other text.) ``prompts_more.jsonl`` has the questions of pairs that the
+target was taught, for a drafter that is to see many: what is learned from is what the target answers, not the pair.
 """
 
 import argparse
@@ -51,10 +52,12 @@ def main() -> None:
     parser.add_argument("--build", type=Path, default=BUILD, help="where the other steps worked")
     parser.add_argument("--train", type=int, default=3000)
     parser.add_argument("--heldout", type=int, default=600)
+    parser.add_argument("--more", type=int, default=80_000)
     args = parser.parse_args()
     for role, source, count, cap in (
         ("train", "functions_prompts", args.train, 15),
         ("heldout", "functions_heldout", args.heldout, 80),
+        ("more", "functions", args.more, 4000),
     ):
         chosen = of_all_lengths(read_pairs(args.build / f"{source}.jsonl"), count, cap)
         with (args.build / f"prompts_{role}.jsonl").open("w", encoding="utf-8") as file:
