@@ -10,6 +10,7 @@ run's records only what tells how it went is kept: no directories of the machine
 from __future__ import annotations
 
 import argparse
+import csv
 import gzip
 import json
 import shutil
@@ -30,6 +31,16 @@ TARGET_FILES = ("config.json", "generation_config.json", "model.safetensors", "t
                 "chat_template.jinja")  # fmt: skip
 DRAFTER_FILES = ("config.json", "model.safetensors", "README.md")
 MOST_LINES = 300
+PACKAGES = Path(__file__).resolve().parent / "embedded_target" / "packages.csv"
+NOTICE = """# Where the embedded pair's text is from
+
+The target learned from the source code of the packages below, in the versions named, and the prompts are signatures and
+docstrings of functions in them. Each is under a permissive licence; its text and copyright notices are in the package
+itself. `scripts/embedded_target` in the repository holds the audit and every step from the packages to the weights.
+
+| package | version | licence | used for |
+|---|---|---|---|
+"""
 
 
 def thinned_metrics(lines: Iterable[str]) -> list[str]:
@@ -88,6 +99,17 @@ def copied(source: Path, names: Iterable[str], to: Path) -> int:
     return total
 
 
+def notice(packages: Path) -> str:
+    """Return the notice: every package of the audit with its version, licence and use."""
+    uses = {"train": "training", "heldout": "held-out prompts"}
+    with packages.open(encoding="utf-8", newline="") as stream:
+        rows = [
+            f"| {row['name']} | {row['version']} | {row['licence']} | {uses.get(row['role'], row['role'])} |"
+            for row in csv.DictReader(stream)
+        ]
+    return NOTICE + "\n".join(rows) + "\n"
+
+
 def main() -> None:
     """Check, copy and tell the sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -117,6 +139,8 @@ def main() -> None:
     card = card.replace(str(args.export), f"slipstream/pairs/{args.pair}/drafter")
     if args.target is not None:
         card = card.replace(str(args.target), f"slipstream/pairs/{args.pair}/target")
+    if args.target is not None:
+        (pair / "NOTICE.md").write_text(notice(PACKAGES), encoding="utf-8")
     (pair / "drafter" / "README.md").write_text(card, encoding="utf-8")
 
     run = pair / "run"

@@ -67,6 +67,7 @@ def test_a_pair_is_whole_and_tells_nothing_of_the_machine(
     assert (recipe.target.path, recipe.data.train) == ("embedded", ("answers_train.jsonl.gz",))
     assert recipe.drafter.layers == 2
     assert [p.step for p in learning_curve(pair / "run" / "metrics.jsonl")] == [2, 4]
+    assert "| absl-py | 2.5.0 | Apache-2.0 | training |" in (pair / "NOTICE.md").read_text(encoding="utf-8")
     evaluation = json.loads((pair / "run" / "evaluation.json").read_text(encoding="utf-8"))
     assert evaluation["tau"] >= 1
     for path in sorted(pair.rglob("*")):
