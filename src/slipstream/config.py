@@ -32,8 +32,8 @@ class TargetConfig:
     """The frozen model that is to be accelerated."""
 
     path: str = ""
-    """Directory, hub id or .gguf file of a causal language model that transformers loads; or `smollm2`, the
-    quickstart's model."""
+    """Directory, hub id or .gguf file of a causal language model that transformers loads; or `embedded` or
+    `smollm2`, the targets of the pairs that come with the package."""
     revision: str | None = None
     """Hub revision; ignored for local paths."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -116,7 +116,8 @@ class DrafterSettings:
     init_std: float = 0.02
     """Standard deviation of initial linear weights; norms start at 1."""
     warm_start: str | None = None
-    """A drafter directory (z-lab layout) whose weights are the start."""
+    """A drafter directory (z-lab layout) whose weights are the start; or `embedded` or `smollm2`, the drafters that
+    come with the package."""
 
 
 @dataclass(frozen=True, kw_only=True)

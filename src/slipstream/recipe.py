@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 
 from slipstream.config import Recipe
 from slipstream.errors import ConfigError
+from slipstream.pairs import drafter_path
 
 
 def known_keys() -> list[str]:
@@ -279,9 +280,9 @@ def validate(recipe: Recipe) -> None:
 
 def require_warm_start(recipe: Recipe) -> None:
     """Raise ConfigError where ``drafter.warm_start`` is set and is no drafter directory. Reads no weights."""
-    start = recipe.drafter.warm_start
-    if not start:
+    if not recipe.drafter.warm_start:
         return
+    start = str(drafter_path(recipe.drafter.warm_start))
     files = ("config.json",), ("model.safetensors", "model.safetensors.index.json")
     missing = [names[0] for names in files if not any(os.path.isfile(os.path.join(start, name)) for name in names)]
     if missing:

@@ -21,6 +21,7 @@ from slipstream.drafter.config import DrafterConfig, resolve
 from slipstream.drafter.model import DraftModel
 from slipstream.drafter.store import load_drafter
 from slipstream.errors import DrafterError, TrainingError
+from slipstream.pairs import drafter_path
 from slipstream.target.features import FeatureReader
 from slipstream.target.mask_token import resolve_mask_token
 from slipstream.target.model import Target, TargetInfo, load_target
@@ -106,7 +107,7 @@ def build_drafter(recipe: Recipe, config: DrafterConfig, device: torch.device) -
     """
     start = recipe.drafter.warm_start
     if start:
-        draft_model, found = load_drafter(start, device=device, dtype=torch.float32)
+        draft_model, found = load_drafter(drafter_path(start), device=device, dtype=torch.float32)
         for field in dataclasses.fields(config):
             wanted, given = getattr(config, field.name), getattr(found, field.name)
             if wanted != given and field.name not in _FREE_SHAPE:
