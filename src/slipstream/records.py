@@ -91,10 +91,25 @@ class PackedBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureBatch:
-    """A packed batch and its context features ``[R, S, K*H]`` (taps concatenated in the order of target_layer_ids)."""
+    """A packed batch and what the target computed for it.
+
+    features [R, S, K*H]: context features, taps concatenated in the order of target_layer_ids. final_states [R, S, H]:
+    what the final norm gives, from which the target's head predicts the next token; None unless labels are soft. Both
+    may be parts of one tensor, so that they are not contiguous.
+    """
 
     batch: PackedBatch
     features: Tensor
+    final_states: Tensor | None = None
+
+    def to(self, device: Any) -> FeatureBatch:
+        """Return the batch with all its tensors on ``device``."""
+        states = self.final_states
+        return FeatureBatch(
+            batch=self.batch.to(device),
+            features=self.features.to(device, non_blocking=True),
+            final_states=None if states is None else states.to(device, non_blocking=True),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

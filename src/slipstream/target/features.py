@@ -1,4 +1,4 @@
-"""Context features: the outputs of some of the target's decoder layers.
+"""Context features: the outputs of some of the target's decoder layers; and, for soft labels, its final states.
 
 ``target_layer_ids`` are 0-based layers whose *output* is read: id i is Hugging Face's ``hidden_states[i + 1]``. They
 are read by hooks on the layers, because ``hidden_states[-1]`` is after the final norm and the others are not.
@@ -123,13 +123,22 @@ class FeatureReader:
     length, which is exact because the target is causal. ``packing`` auto takes packed if a probe finds the features of
     packed documents to be those they have alone, and says so where it does not; packed raises TargetError instead.
     probe_difference: the largest relative difference that the probe found (0.0 where it was not run).
+    ``final_states``: also read what the final norm gives, which the head would read: no forward stops early then, and
+    the probe looks at these states too.
     """
 
     def __init__(
-        self, target: Target, layer_ids: Sequence[int], packing: Literal["auto", "packed", "unpacked"] = "auto"
+        self,
+        target: Target,
+        layer_ids: Sequence[int],
+        packing: Literal["auto", "packed", "unpacked"] = "auto",
+        *,
+        final_states: bool = False,
     ) -> None:
         self.target = target
         self.layer_ids = validate_layer_ids(layer_ids, target.info.num_layers)
+        self.final_states = final_states
+        self._parts = len(self.layer_ids) + final_states  # of H numbers each, side by side until they are returned
         self.mode: Literal["packed", "unpacked"] = "unpacked"
         self.probe_difference = 0.0
         self.reason = "" if packing != "unpacked" else "target.packing is unpacked"
@@ -149,9 +158,9 @@ class FeatureReader:
     def read(self, batch: PackedBatch) -> FeatureBatch:
         """Return the batch on the target's device with features ``[R, S, K*H]`` in its dtype; padding has zeros.
 
-        The forward stops after the last tapped layer and the head never runs. Give the batch on the CPU: its layout is
-        read on the host. Raises TargetError for ids outside the embedding, documents longer than the target's
-        positions, and features that are not finite.
+        The forward stops after the last tapped layer, unless final states are read; the head never runs. Give the batch
+        on the CPU: its layout is read on the host. Raises TargetError for ids outside the embedding, documents longer
+        than the target's positions, and features that are not finite.
         """
         layout = document_layout(batch, self.target.info)
         batch = batch.to(self.target.device)
@@ -161,14 +170,21 @@ class FeatureReader:
         else:
             features = self._read_alone(batch, layout)
         self._check_finite(features, batch.index)
-        return FeatureBatch(batch=batch, features=features)
+        if not self.final_states:
+            return FeatureBatch(batch=batch, features=features)
+        hidden = self.target.info.hidden_size
+        taps, final = features.split((len(self.layer_ids) * hidden, hidden), dim=-1)
+        return FeatureBatch(batch=batch, features=taps, final_states=final)
 
     def _forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Run the decoder on ``[rows, tokens]`` up to the last tapped layer and return ``[rows, tokens, K*H]``."""
-        with on_device(self.target.device), tap_layers(self.target, self.layer_ids, stop=True) as taps:
-            self.target.parts.decoder(input_ids=ids, position_ids=positions, use_cache=False)
-        features = taps.features()
-        expected = (*ids.shape, len(self.layer_ids) * self.target.info.hidden_size)
+        """Run the decoder on ``[rows, tokens]`` as far as need be and return ``[rows, tokens, parts*H]``."""
+        final: list[Tensor] = []
+        stop = not self.final_states
+        with on_device(self.target.device), tap_layers(self.target, self.layer_ids, stop=stop) as taps:
+            out = self.target.parts.decoder(input_ids=ids, position_ids=positions, use_cache=False)
+            final.append(out.last_hidden_state)  # not reached by a forward that stops
+        features = torch.cat((taps.features(), *final), dim=-1) if final else taps.features()
+        expected = (*ids.shape, self._parts * self.target.info.hidden_size)
         if features.shape != expected:
             raise TargetError(
                 f"target {self.target.info.name}: layer outputs are {list(features.shape)}, expected {list(expected)}"
@@ -178,7 +194,7 @@ class FeatureReader:
     def _read_alone(self, batch: PackedBatch, layout: DocumentLayout) -> Tensor:
         """Read each document alone and scatter the features back into the rows."""
         rows, tokens = batch.ids.shape
-        width = len(self.layer_ids) * self.target.info.hidden_size
+        width = self._parts * self.target.info.hidden_size
         out = torch.zeros(rows * tokens, width, dtype=self.target.dtype, device=self.target.device)
         flat = batch.ids.reshape(-1)
         for group in padded_groups(layout, budget=rows * tokens):
@@ -194,7 +210,8 @@ class FeatureReader:
         parts = features.split(self.target.info.hidden_size, dim=-1)
         finite = torch.stack([torch.isfinite(part).flatten(1).all(dim=1) for part in parts]).cpu()
         if not bool(finite.all()):
-            layers = [self.layer_ids[i] for i in range(len(parts)) if not bool(finite[i].all())]
+            names = [*self.layer_ids, "final norm"]
+            layers = [names[i] for i in range(len(parts)) if not bool(finite[i].all())]
             rows = (~finite.all(dim=0)).nonzero().flatten().tolist()
             raise TargetError(
                 f"batch {index}: features of rows {rows} at layers {layers} are not finite ({self.target.info.dtype}); "
@@ -236,8 +253,8 @@ class FeatureReader:
         return ""
 
     def _difference(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the relative difference of each token and tap of two ``[tokens, K*H]``, on the CPU."""
-        a, b = (t.float().reshape(len(t), len(self.layer_ids), -1) for t in (a, b))
+        """Return the relative difference of each token and part of two ``[tokens, parts*H]``, on the CPU."""
+        a, b = (t.float().reshape(len(t), self._parts, -1) for t in (a, b))
         relative: Tensor = (a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-12)
         return relative.flatten().cpu()
 
