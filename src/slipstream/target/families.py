@@ -92,7 +92,27 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
 
 def is_hybrid(config: Any) -> bool:
     """Return whether some layers carry a recurrent or convolutional state instead of keys and values."""
-    return any(kind not in _ATTENTION_KINDS for kind in layer_kinds(config))
+    return not all(_is_attention(kind) for kind in layer_kinds(config))
+
+
+def _is_attention(kind: str) -> bool:
+    """Return whether a layer of this kind has keys and values only."""
+    return kind in _ATTENTION_KINDS
+
+
+def recurrent_modules(parts: DecoderParts, config: Any) -> tuple[nn.Module, ...]:
+    """Return the modules that carry a recurrent or convolutional state (``linear_attn`` of Qwen3.5), layer by layer.
+
+    They are those children of such a layer that have a convolution over tokens or a decay; where none is found, the
+    layer gives none.
+    """
+    layers = [layer for layer, kind in zip(parts.layers, layer_kinds(config), strict=False) if not _is_attention(kind)]
+    return tuple(
+        child
+        for layer in layers
+        for child in layer.children()
+        if hasattr(child, "A_log") or any(isinstance(module, nn.Conv1d) for module in child.modules())
+    )
 
 
 def is_moe(config: Any) -> bool:

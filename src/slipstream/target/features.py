@@ -4,8 +4,9 @@
 are read by hooks on the layers, because ``hidden_states[-1]`` is after the final norm and the others are not.
 
 Packed rows: transformers keeps documents apart by position ids (a step other than +1 starts a document) where no
-attention mask and no cache is given. Whether that holds for a family, a version and an attention implementation is not
-taken on trust: the reader probes it. Recurrent layers, for one, run on across documents.
+attention mask and no cache is given. Recurrent layers run on across documents; they are given the documents apart
+(``recurrent``). Whether that holds for a family, a version, a kernel and an attention implementation is not taken on
+trust: the reader probes it.
 """
 
 from __future__ import annotations
@@ -20,19 +21,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from slipstream.data.reason import one_line
 from slipstream.errors import TargetError
 from slipstream.records import FeatureBatch, PackedBatch
-from slipstream.target.families import has_chunks, text_config
+from slipstream.target.families import has_chunks, recurrent_modules, text_config
 from slipstream.target.kernels import on_device
 from slipstream.target.layout import DocumentLayout, document_layout, padded_groups
-from slipstream.target.model import Target, tokenizer_entries
-
-# float32 on a CPU: every token of every tap must agree. Otherwise rounding differs with the shape of a matmul, so that
-# a change in other documents must leave a document (nearly) as it was, and half of its tokens must be as alone.
-_TOLERANCE = 1e-3
-_LEAK_TOLERANCE_LOW = 2e-2
-_MEDIAN_TOLERANCE_LOW = 0.1
+from slipstream.target.model import Target
+from slipstream.target.probe import PackingProbe
+from slipstream.target.recurrent import WAYS, DocumentsApart, Way, arrangements
 
 
 def validate_layer_ids(ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
@@ -122,6 +118,9 @@ class FeatureReader:
     mode ``packed``: whole rows in one pass. mode ``unpacked``: each document alone, right-padded beside others of like
     length, which is exact because the target is causal. ``packing`` auto takes packed if a probe finds the features of
     packed documents to be those they have alone, and says so where it does not; packed raises TargetError instead.
+    recurrent: how packed recurrent layers are given the documents apart (``recurrent.Way``), None where there are none;
+    the first way that passes the probe is taken.
+    reason: why documents are unpacked, or why a faster way was not taken; empty where there is nothing to tell.
     probe_difference: the largest relative difference that the probe found (0.0 where it was not run).
     ``final_states``: also read what the final norm gives, which the head would read: no forward stops early then, and
     the probe looks at these states too.
@@ -140,12 +139,13 @@ class FeatureReader:
         self.final_states = final_states
         self._parts = len(self.layer_ids) + final_states  # of H numbers each, side by side until they are returned
         self.mode: Literal["packed", "unpacked"] = "unpacked"
+        self.recurrent: Way | None = None
         self.probe_difference = 0.0
         self.reason = "" if packing != "unpacked" else "target.packing is unpacked"
+        self._recurrent = recurrent_modules(target.parts, text_config(target.model.config))
         if packing == "unpacked":
             return
-        self.reason = self._probe()
-        if not self.reason:
+        if self._choose():
             self.mode = "packed"
         elif packing == "packed":
             raise TargetError(
@@ -153,6 +153,11 @@ class FeatureReader:
             )
         else:
             print(f"target {target.info.name}: documents are read unpacked, because {self.reason}", file=sys.stderr)
+
+    @property
+    def packing(self) -> str:
+        """What was chosen, in words: ``packed``, ``unpacked``, ``packed, recurrent layers by documents``."""
+        return self.mode if self.recurrent is None else f"{self.mode}, recurrent layers by {self.recurrent}"
 
     @torch.no_grad()
     def read(self, batch: PackedBatch) -> FeatureBatch:
@@ -165,8 +170,7 @@ class FeatureReader:
         layout = document_layout(batch, self.target.info)
         batch = batch.to(self.target.device)
         if self.mode == "packed":
-            features = self._forward(batch.ids, batch.positions)
-            features.masked_fill_((batch.document_ids < 0)[..., None], 0)
+            features = self._read_packed(batch, layout)
         else:
             features = self._read_alone(batch, layout)
         self._check_finite(features, batch.index)
@@ -190,6 +194,13 @@ class FeatureReader:
                 f"target {self.target.info.name}: layer outputs are {list(features.shape)}, expected {list(expected)}"
             )
         return features
+
+    def _read_packed(self, batch: PackedBatch, layout: DocumentLayout) -> Tensor:
+        """Read whole rows in one pass; padding has zeros."""
+        apart = () if self.recurrent is None else arrangements(self.recurrent, layout, self._recurrent)
+        with DocumentsApart(self._recurrent, apart, batch.ids.shape, self.target.device):
+            features = self._forward(batch.ids, batch.positions)
+        return features.masked_fill_((batch.document_ids < 0)[..., None], 0)
 
     def _read_alone(self, batch: PackedBatch, layout: DocumentLayout) -> Tensor:
         """Read each document alone and scatter the features back into the rows."""
@@ -218,68 +229,19 @@ class FeatureReader:
                 "set target.dtype to bfloat16 or float32"
             )
 
-    @torch.no_grad()
-    def _probe(self) -> str:
-        """Return why packed rows would be wrong, or nothing. Sets ``probe_difference``."""
+    def _choose(self) -> bool:
+        """Return whether packed rows are right. Sets ``recurrent``, ``reason`` and ``probe_difference``."""
         if has_chunks(text_config(self.target.model.config)):
-            return "its layers attend within chunks of absolute positions, which a short probe cannot check"
-        first, second = _probe_batches(self.target)
-        layout = document_layout(first, self.target.info)
-        first, second = first.to(self.target.device), second.to(self.target.device)
-        exact = self.target.dtype == torch.float32 and self.target.device.type == "cpu"
-        try:
-            packed = self._forward(first.ids, first.positions)
-            other = None if exact else self._forward(second.ids, second.positions)
-        except (ValueError, TypeError, NotImplementedError) as error:
-            return f"it refuses packed rows: {one_line(error)}"
-        parity, leak = [], [torch.zeros(1)]
-        for document in layout.documents:
-            place = (document.row, slice(document.start, document.end))
-            alone = self._forward(first.ids[document.row : document.row + 1, place[1]])[0]
-            parity.append(self._difference(packed[place], alone))
-            if other is not None and torch.equal(first.ids[place], second.ids[place]):
-                leak.append(self._difference(packed[place], other[place]))
-        apart, leaked = torch.cat(parity), torch.cat(leak)
-        self.probe_difference = float(apart.max())
-        if exact:
-            sound = self.probe_difference <= _TOLERANCE
-        else:
-            # Experts get other numbers of tokens when other documents change; rounding may then reroute a few tokens.
-            reached = leaked.quantile(0.75 if self.target.info.is_moe else 1.0)
-            sound = float(reached) <= _LEAK_TOLERANCE_LOW and float(apart.median()) <= _MEDIAN_TOLERANCE_LOW
-        if not sound:
-            why = "its recurrent state runs on across documents" if self.target.info.is_hybrid else "documents leak"
-            return f"{why} (packed and alone differ by {self.probe_difference:.2g} of a feature's size)"
-        return ""
-
-    def _difference(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the relative difference of each token and part of two ``[tokens, parts*H]``, on the CPU."""
-        a, b = (t.float().reshape(len(t), self._parts, -1) for t in (a, b))
-        relative: Tensor = (a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-12)
-        return relative.flatten().cpu()
-
-
-def _probe_batches(target: Target) -> tuple[PackedBatch, PackedBatch]:
-    """Return two small packed batches: the second has other tokens in every other document."""
-    lengths = ((3, 14, 26, 1), (18, 30))
-    tokens = 48
-    generator = torch.Generator().manual_seed(0)
-    entries = tokenizer_entries(target.tokenizer)
-    ids = torch.randint(entries, (len(lengths), tokens), generator=generator)
-    changed = torch.randint(entries, (len(lengths), tokens), generator=generator)
-    documents = torch.full((len(lengths), tokens), -1)
-    positions = torch.zeros(len(lengths), tokens, dtype=torch.long)
-    number = 0
-    for row, row_lengths in enumerate(lengths):
-        start = 0
-        for length in row_lengths:
-            place = (row, slice(start, start + length))
-            documents[place], positions[place] = number, torch.arange(length)
-            if number % 2:
-                changed[place] = ids[place]
-            number, start = number + 1, start + length
-    mask = documents >= 0
-    return tuple(  # type: ignore[return-value]
-        PackedBatch(index=-1, ids=i, loss_mask=mask, document_ids=documents, positions=positions)
-        for i in (ids, changed)
-    )
+            self.reason = "its layers attend within chunks of absolute positions, which a short probe cannot check"
+            return False
+        probe = PackingProbe(self.target, self._parts, lambda ids: self._forward(ids)[0])
+        for way in WAYS if self._recurrent else (None,):
+            self.recurrent = way
+            runs_on = way is None and self.target.info.is_hybrid
+            blame = "its recurrent state runs on across documents" if runs_on else "documents leak"
+            found, self.probe_difference = probe.judge(self._read_packed, blame)
+            if not found:
+                return True
+            self.reason = found if way is None else f"with recurrent layers by {way}, {found}"
+        self.recurrent = None
+        return False

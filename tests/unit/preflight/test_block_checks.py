@@ -135,9 +135,9 @@ def test_a_leaked_document_in_the_features_is_packing_parity(run, verdict, monke
 
 def test_a_recurrent_state_that_runs_on_is_packing_parity(prepared, verdict, monkeypatch) -> None:
     run = prepared("qwen3_5")
-    assert run.reader.mode == "unpacked"
+    assert run.reader.packing == "packed, recurrent layers by documents"
     assert verdict(run, *ALL) == {}
-    monkeypatch.setattr(run.reader, "mode", "packed")
+    monkeypatch.setattr(run.reader, "recurrent", None)
     assert set(verdict(run, *ALL)) == {"packing-parity"}
 
 

@@ -15,7 +15,7 @@ from support.tiny import FAMILIES, HIDDEN, tiny_tokenizer
 from unit.target.conftest import documents_of, load_in, packed_batch
 
 IDS = (1, 2, 3, 4, 6)
-PACKED = {"qwen3": "packed", "llama": "packed", "gemma3": "packed", "qwen3_moe": "packed"}
+PACKED = dict.fromkeys(FAMILIES, "packed") | {"qwen3_5": "packed, recurrent layers by documents"}
 
 
 def hidden_states(target: Target, ids: torch.Tensor) -> torch.Tensor:
@@ -51,21 +51,21 @@ def test_features_equal_hidden_states_of_each_document_alone(target_of, family, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_auto_packs_where_it_is_exact(directory_of, family, dtype, capsys):
     reader = FeatureReader(load_in(directory_of(family), dtype), IDS)
-    # Hybrid layers run on across documents on a CPU; kernels that keep them apart exist for GPUs only.
-    expected = PACKED.get(family, "unpacked")
-    assert reader.mode == expected
-    printed = capsys.readouterr().err
-    if expected == "packed":
-        assert printed == ""
-        assert reader.reason == ""
-        if dtype == torch.float32:
-            assert 0 <= reader.probe_difference < 1e-4
-    else:
-        assert "documents are read unpacked, because its recurrent state runs on" in printed
-        assert reader.probe_difference > 0.1
+    assert reader.packing == PACKED[family]
+    assert capsys.readouterr().err == ""
+    # A delta rule that keeps documents apart by itself exists for GPUs only.
+    assert reader.reason == "" if family != "qwen3_5" else "cu_seqlens" in reader.reason
+    if dtype == torch.float32:
+        assert 0 <= reader.probe_difference < 1e-4
 
 
-def test_packed_is_refused_where_it_leaks(target_of):
+def test_recurrent_layers_that_are_not_found_run_on(target_of, monkeypatch, capsys):
+    monkeypatch.setattr("slipstream.target.features.recurrent_modules", lambda *_: ())
+    reader = FeatureReader(target_of("qwen3_5"), IDS)
+    assert reader.packing == "unpacked"
+    assert "documents are read unpacked, because its recurrent state runs on" in capsys.readouterr().err
+    assert reader.probe_difference > 0.1
+    check_against_reference(reader.target, reader, packed_batch())
     with pytest.raises(TargetError, match=r"cannot be packed: its recurrent state .* set target.packing to auto"):
         FeatureReader(target_of("qwen3_5"), IDS, "packed")
 

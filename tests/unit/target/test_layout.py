@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.errors import TargetError
-from slipstream.target.layout import Document, document_layout, padded_groups
+from slipstream.target.layout import Document, a_row_each, document_layout, one_row, padded_groups
 from unit.target.conftest import LENGTHS, TOKENS, documents_of, packed_batch
 
 
@@ -75,3 +75,65 @@ def test_documents_longer_than_the_target_reads(info):
         document_layout(packed_batch(), short)
     document_layout(packed_batch(), dataclasses.replace(info, max_positions=90))
     document_layout(packed_batch(), dataclasses.replace(info, max_positions=0))  # 0: the target names no limit
+
+
+MANY = ((3, 30, 1, 40), (70, 20, 4), (90,), (1,) * 90)
+
+
+def test_rows_of_their_own_hold_every_token_once_beside_documents_of_like_length(info):
+    batch = packed_batch(MANY)
+    seen = torch.zeros(batch.ids.numel(), dtype=torch.long)
+    arranged = a_row_each(document_layout(batch, info))
+    for one in arranged:
+        rows, length = one.shape
+        assert one.bounds is None
+        seen[one.place] += 1
+        number = torch.full((rows * length,), -1)
+        number[one.inside] = batch.document_ids.flatten()[one.place]
+        position = torch.zeros(rows * length, dtype=torch.long)
+        position[one.inside] = batch.positions.flatten()[one.place]
+        for row in range(rows):
+            size = int((number.view(rows, length)[row] >= 0).sum())
+            assert size > 0
+            assert torch.equal(position.view(rows, length)[row, :size], torch.arange(size))  # padding behind it
+            assert len(set(number.view(rows, length)[row, :size].tolist())) == 1
+            assert -(-size // 32) * 32 > 0.8 * length
+    assert torch.equal(seen, (batch.document_ids >= 0).flatten().long())
+    assert [one.shape for one in arranged] == [(2, 96), (1, 64), (95, 32)]
+
+
+@pytest.mark.parametrize("gap", [0, 1, 3])
+def test_one_row_holds_every_token_in_order_with_zeros_behind_each_document(info, gap):
+    layout = document_layout(packed_batch(MANY), info)
+    one = one_row(layout, gap)
+    assert one.bounds is not None
+    assert one.shape == (1, int(one.bounds[-1]))
+    assert one.shape[1] % 32 == 0
+    for number, document in enumerate(layout.documents):
+        size, start = document.end - document.start, int(one.bounds[number])
+        where = (one.inside >= start) & (one.inside < int(one.bounds[number + 1]))
+        assert torch.equal(one.inside[where], torch.arange(start, start + size))
+        first = document.row * TOKENS + document.start
+        assert torch.equal(one.place[where], torch.arange(first, first + size))
+        behind = int(one.bounds[number + 1]) - start - size
+        assert behind == gap if number + 1 < len(layout.documents) else behind >= gap
+
+
+def test_the_length_of_one_row_is_one_of_few(info):
+    lengths = {
+        one_row(document_layout(packed_batch(((n, 90 - n), (80, m))), info), 3).shape[1]
+        for n in range(1, 40)
+        for m in range(1, 17)
+    }
+    assert len(lengths) <= 2
+
+
+def test_arrangements_are_moved_whole(info):
+    layout = document_layout(packed_batch(), info)
+    for one in (*a_row_each(layout), one_row(layout, 3)):
+        there = one.to(torch.device("meta"))
+        assert there.shape == one.shape
+        assert there.inside.is_meta
+        assert there.place.is_meta
+        assert (there.bounds is None) == (one.bounds is None)
+        assert there.bounds is None or there.bounds.is_meta
