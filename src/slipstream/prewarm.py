@@ -34,7 +34,8 @@ from slipstream.training.session import PreparedRun, prepare
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Where documents are read alone their lengths differ from batch to batch, and tuners may have a key for each length.
+# Where kernels get documents one by one their lengths and number differ from batch to batch, and tuners may have a key
+# for each.
 _UNPACKED_BATCHES = 4
 _DECODED_BLOCKS = 4
 
@@ -94,7 +95,7 @@ def run_once(run: PreparedRun, console: Console, prompts: Sequence[list[int]] = 
     """
     trainer = Trainer(run, RunDirectory(Path(run.recipe.run.directory)), "prewarm", console, [])
     trainer.train_step()
-    if run.reader.mode == "unpacked":
+    if run.reader.mode == "unpacked" or run.reader.recurrent == "documents":
         first = run.recipe.training.accumulation
         for index in range(first, first + _UNPACKED_BATCHES):
             trainer.source.read(index)

@@ -173,7 +173,7 @@ def packing_parity(subject: Subject) -> str:
             f"packed documents have loss {loss:.6g}, alone {loss_alone:.6g}: positions, context or labels cross "
             "documents"
         )
-    return f"{run.reader.mode} features within {worst:.1e}, loss {loss:.5g} packed and {loss_alone:.5g} alone"
+    return f"{run.reader.packing}: features within {worst:.1e}, loss {loss:.5g} packed and {loss_alone:.5g} alone"
 
 
 def _apart(a: Tensor, b: Tensor, hidden: int) -> Tensor:

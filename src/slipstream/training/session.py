@@ -196,7 +196,7 @@ def prepare(
         "training.precision": str(precision).removeprefix("torch."),
         "training.attention": kind,
         "target.attention": recipe.target.attention,
-        "target.packing": reader.mode,
+        "target.packing": reader.packing,
     }
     if expected is not None:
         check_identity(expected[0], identity, expected[1])
@@ -213,7 +213,8 @@ def prepare(
     attention = build_attention(kind, config, training.rows, dataset.row_length, training.anchors, device)
     say(
         f"device {device}, drafter computes in {identity['training.precision']} (weights and optimizer state float32), "
-        f"attention {attention.kind}; target {target.info.model_type} in {target.info.dtype}, documents {reader.mode}"
+        f"attention {attention.kind}; target {target.info.model_type} in {target.info.dtype}, "
+        f"documents {reader.packing}"
     )
     parameters = sum(p.numel() for p in draft_model.parameters())
     say(
