@@ -78,3 +78,11 @@ def test_the_table_compares_with_the_base() -> None:
     text = quality.table([row("base", 2.0), row("other", 2.25), row("base", 2.1)])
     assert "| base | 2 | 2.050 (2.000, 2.100) |  | 10 | 2.0 | 0.50 0.25 |" in text
     assert "| other | 1 | 2.250 | +0.200 |" in text
+
+
+@pytest.mark.parametrize("name", ["embedded", "smollm2"])
+def test_the_plans_rows_are_recipes(name: str) -> None:
+    plan = quality.read_plan(quality.Path(quality.__file__).with_name(f"quality_{name}.toml"))
+    for row, seed, settings in quality.trainings(plan):
+        recipe = quality.load_recipe(plan["recipe"], quality.arguments(settings | {"run.seed": seed}))
+        assert recipe.training.max_minutes > 0, row
