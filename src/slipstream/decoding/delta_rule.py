@@ -40,7 +40,7 @@ _ATTRIBUTES = (
     "head_v_dim",
 )
 _CHUNK_BYTES = 256 * 2**20
-_EPS = 1e-6
+EPS = 1e-6
 
 
 def is_gated_delta(module: Any) -> bool:
@@ -57,7 +57,7 @@ def advance(state: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tens
     total = torch.where(kept, decay.float(), 0.0).cumsum(dim=1).transpose(1, 2)
     rate = torch.where(kept, rate.float(), 0.0).transpose(1, 2)[..., None]
     key = key.float()
-    key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + _EPS)
+    key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + EPS)
     key = key.repeat_interleave(value.shape[2] // key.shape[2], dim=2).transpose(1, 2)
     state, value = state.float(), value.float().transpose(1, 2)
     # The upper part would overflow: there exp takes a positive sum. The solver reads below the diagonal only.

@@ -9,6 +9,7 @@ Shape letters: R rows, P padded prompt length, V vocabulary rows, K tapped layer
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from slipstream.decoding.short_states import ShortBlocks
 from slipstream.errors import DecodingError
 from slipstream.target.families import text_config
 from slipstream.target.features import tap_layers
@@ -45,7 +47,7 @@ class Prefilled:
 
 
 class DecoderCall:
-    """Runs the target's decoder with a cache, whatever this transformers calls the argument. Stateless."""
+    """Runs the target's decoder with a cache, whatever this transformers calls the argument. One for a decoding run."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -58,6 +60,15 @@ class DecoderCall:
                 f"by step; "
                 "use a target whose transformers class supports cached decoding"
             )
+
+    @functools.cached_property
+    def short_blocks(self) -> ShortBlocks:
+        """The recurrent layers' short blocks, made at the first use; one verdict for all that this object runs."""
+        return ShortBlocks(list(self.target.parts.layers))
+
+    def prepare(self) -> None:
+        """Make now what would be made at the first use, so that no measured time holds it."""
+        self.short_blocks  # noqa: B018
 
     def new_cache(self) -> Any:
         """Return an empty cache with the layer kinds of the target's configuration."""

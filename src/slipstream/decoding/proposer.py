@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.decoding.ragged import round_up
 from slipstream.errors import DecodingError, DrafterError, TargetError
@@ -86,6 +86,7 @@ class DrafterProposer:
         check_drafter(config, target.info)
         self.layer_ids: tuple[int, ...] | None = tuple(config.target_layer_ids)
         self._target, self._model, self._config = target, draft_model, config
+        self.network: nn.Module = draft_model
         weight = next(draft_model.parameters())
         self._dtype = weight.dtype
         if weight.device != target.device:

@@ -9,6 +9,10 @@ Their states are saved before a verify pass. Afterwards, for the rows that rejec
   to arrive at the states that the modules reached over the whole block. Where it does not, replay is used, and that
   is said.
 
+On a CPU, Gated DeltaNets in float32 do not absorb a pass at all: they run it as short blocks (``short_states``), which
+leave their states alone and need neither of the two ways. Those too must prove themselves first, on the run's first
+pass.
+
 The trap: a transformers cache that records its past crops such a layer without an error, and restores its convolution
 but not its recurrent state.
 """
@@ -27,6 +31,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from slipstream.decoding.delta_rule import PROJECTIONS, advance_layers, is_gated_delta
+from slipstream.decoding.short_states import ShortBlocks, ShortPass, difference
 from slipstream.errors import DecodingError
 
 _STATE_FIELDS = (
@@ -56,10 +61,13 @@ class RecordedCall:
 class RecurrentStates:
     """Saves the recurrent layers ``numbers`` of one cache and rolls them back. One per GPU thread.
 
-    ``calculate`` False always replays. Raises DecodingError for a cache layer whose state cannot be saved.
+    ``short``: the decoding run's short blocks, tried where they cover the layers; None never uses them. ``calculate``
+    False always replays what they do not run. Raises DecodingError for a cache layer whose state cannot be saved.
     """
 
-    def __init__(self, cache: Any, numbers: Sequence[int], *, calculate: bool = True) -> None:
+    def __init__(
+        self, cache: Any, numbers: Sequence[int], *, short: ShortBlocks | None = None, calculate: bool = True
+    ) -> None:
         self.cache, self.numbers = cache, tuple(numbers)
         for number in self.numbers:
             layer = cache.layers[number]
@@ -69,6 +77,7 @@ class RecurrentStates:
                     f"layer {number} of the target keeps a {type(layer).__name__} without {missing[0]}, which block "
                     "decoding cannot save; use a transformers release from 5.16 to 5.24"
                 )
+        self.short = ShortPass(short, cache) if short is not None and short.cover(cache, self.numbers) else None
         self.calculate = calculate
         self._proven = False
         self._recording = False
@@ -90,6 +99,9 @@ class RecurrentStates:
                     for name in PROJECTIONS:
                         recorder = self._projection_recorder(number, name)
                         handles.append(getattr(child, name).register_forward_hook(recorder))
+        if self.short is not None:
+            self.short.install()
+            handles.append(self.short)
         return handles
 
     def _call_recorder(self, number: int) -> Any:
@@ -111,8 +123,15 @@ class RecurrentStates:
         return hook
 
     def save(self, length: int) -> None:
-        """Copy all states (clones: the layers write in place) and record the pass of ``length`` tokens to come."""
+        """Copy all states (clones: the layers write in place) and record the pass of ``length`` tokens to come.
+
+        A pass of one token keeps it or drops the row, and short blocks write nothing: neither needs a copy.
+        """
         self.forget()
+        if self.short is not None:
+            self.short.begin()
+        if length == 1 or (self.short is not None and self.short.proven):
+            return
         # FLA's kernels choose their own chunks, and are used wherever that package is installed.
         self._length = length if find_spec("fla") is None else 0
         self._saved = {number: _copy_state(self.cache.layers[number]) for number in self.numbers}
@@ -131,8 +150,10 @@ class RecurrentStates:
         """Set each row's states to those after its first ``counts[r]`` of the ``length`` tokens of the pass.
 
         A count of 0 marks a row that is dropped next: its states are left as they are. A row that keeps its whole block
-        has the right states already.
+        has the right states already, unless the pass was short blocks'.
         """
+        if self.short is not None and self.short.commit(counts):
+            return
         members = [row for row, count in enumerate(counts) if 0 < count < length]
         if not (self.numbers and members):
             return
@@ -211,8 +232,8 @@ class RecurrentStates:
         differences = []
         for number, new_conv, new_state in zip(self.numbers, conv, states, strict=True):
             layer = self.cache.layers[number]
-            differences.append(_difference(new_conv, layer.conv_states[0]))
-            differences.append(_difference(new_state, layer.recurrent_states[0]))
+            differences.append(difference(new_conv, layer.conv_states[0]))
+            differences.append(difference(new_state, layer.recurrent_states[0]))
         largest = float(torch.stack(differences).max())
         dtype = self._projected[self.numbers[0]][PROJECTIONS[0]].dtype
         self._proven = largest <= (_TOLERANCE if dtype == torch.float32 else _TOLERANCE_LOW)
@@ -223,13 +244,6 @@ class RecurrentStates:
                 file=sys.stderr,
             )
         return self._proven
-
-
-def _difference(mine: Tensor, its: Tensor) -> Tensor:
-    """Return the relative difference of two states, 0-d; NaN where either is not finite, which no tolerance passes."""
-    mine, its = mine.float(), its.float()
-    difference: Tensor = (mine - its).norm() / its.norm().clamp_min(1e-12)
-    return difference
 
 
 def _copy_state(layer: Any) -> State:

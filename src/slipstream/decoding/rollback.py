@@ -33,11 +33,13 @@ class TargetState:
     """The state of one batch between passes. Enter it as a context: it hooks the target's layers. One per GPU thread.
 
     ``starts``: each row's next position, on the host. Raises DecodingError for a target whose layers keep a state
-    that is not known to roll back, or whose attention implementation cannot take a mask. ``calculate`` False replays
-    recurrent layers (``recurrent``) even where their states can be calculated.
+    that is not known to roll back, or whose attention implementation cannot take a mask. ``short`` and ``calculate``
+    False leave out the quicker ways of the recurrent layers (``recurrent``), for comparison.
     """
 
-    def __init__(self, call: DecoderCall, prefilled: Prefilled, capacity: int, *, calculate: bool = True) -> None:
+    def __init__(
+        self, call: DecoderCall, prefilled: Prefilled, capacity: int, *, short: bool = True, calculate: bool = True
+    ) -> None:
         self.starts = list(prefilled.lengths)
         self._call, self._cache = call, prefilled.cache
         self._device = call.target.device
@@ -60,7 +62,8 @@ class TargetState:
                 f"target {call.target.info.name} has chunked attention or layers that share keys, "
                 "which block decoding cannot roll back; use a target with full, sliding-window or linear attention"
             )
-        self._recurrent = RecurrentStates(self._cache, self._adopt(prefilled), calculate=calculate)
+        blocks = call.short_blocks if short else None
+        self._recurrent = RecurrentStates(self._cache, self._adopt(prefilled), short=blocks, calculate=calculate)
 
     def _adopt(self, prefilled: Prefilled) -> list[int]:
         """Move left-padded keys and values into ragged buffers; return the recurrent layers, whose states stay."""
@@ -118,7 +121,10 @@ class TargetState:
         return hook
 
     def verify(self, block: Tensor) -> Tensor:
-        """Run ``block`` ``[R, Q]`` after each row's kept tokens; return states after the final norm ``[R, Q, H]``."""
+        """Run ``block`` ``[R, Q]`` after each row's kept tokens; return states after the final norm ``[R, Q, H]``.
+
+        ``commit`` comes next: before it the recurrent layers may or may not have absorbed the block.
+        """
         cursor, length = self._cursor, block.shape[1]
         starts = torch.tensor(self.starts, device=self._device)[:, None]
         cursor.positions = starts + torch.arange(length, device=self._device)

@@ -122,6 +122,7 @@ def decode_speculative(
         batch_size=batch_size,
         progress=progress,
         first_index=first_index,
+        network=getattr(proposer, "network", None),
     )
 
 

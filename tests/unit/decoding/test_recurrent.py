@@ -22,7 +22,7 @@ def after_a_round(target: Target, prompts: list[list[int]], *, calculate: bool) 
     call = DecoderCall(target)
     block = torch.randint(0, 250, (len(prompts), 6), generator=torch.Generator().manual_seed(4))
     with torch.inference_mode():
-        state = TargetState(call, prefill(call, prompts, None), 100, calculate=calculate)
+        state = TargetState(call, prefill(call, prompts, None), 100, short=False, calculate=calculate)
         with state:
             state.verify(block)
             state.commit(COUNTS)
@@ -68,7 +68,7 @@ def test_rows_that_kept_everything_are_not_touched(
 
     monkeypatch.setattr(recurrent, "advance_layers", never)
     call = DecoderCall(target_of("qwen3_5"))
-    with torch.inference_mode(), TargetState(call, prefill(call, prompts, None), 100) as state:
+    with torch.inference_mode(), TargetState(call, prefill(call, prompts, None), 100, short=False) as state:
         state.verify(torch.ones(len(prompts), 6, dtype=torch.long))
         state.commit([6, 6, 6, 0, 6, 6])
 
@@ -83,7 +83,7 @@ def test_a_cache_layer_without_the_known_state_is_refused() -> None:
 
 def test_a_recurrent_layer_whose_module_never_gets_the_cache_is_refused(target_of: Callable[[str], Target]) -> None:
     call = DecoderCall(target_of("qwen3_5"))
-    state = TargetState(call, prefill(call, [[1, 2, 3]], None), 40)
+    state = TargetState(call, prefill(call, [[1, 2, 3]], None), 40, short=False)
     with torch.inference_mode(), state:
         state.verify(torch.ones(1, 4, dtype=torch.long))
         state._recurrent._calls.clear()

@@ -23,15 +23,19 @@ def alone(target: Target, ids: list[int]) -> torch.Tensor:
         return target.parts.decoder(input_ids=torch.tensor([ids]), use_cache=False).last_hidden_state[0]
 
 
-@pytest.mark.parametrize(("family", "calculate"), [*((f, True) for f in FAMILIES), ("qwen3_5", False)])
+@pytest.mark.parametrize(
+    ("family", "short", "calculate"),
+    [*((f, True, True) for f in FAMILIES), ("qwen3_5", False, True), ("qwen3_5", False, False)],
+)
 def test_ragged_rounds_equal_the_kept_tokens_alone(
-    family: str, calculate: bool, target_of: Callable[[str], Target], prompts: list[list[int]]
+    family: str, short: bool, calculate: bool, target_of: Callable[[str], Target], prompts: list[list[int]]
 ) -> None:
     target, call = target_of(family), DecoderCall(target_of(family))
     generator = torch.Generator().manual_seed(3)
     kept = [list(p) for p in prompts]
     with torch.inference_mode():
-        state = TargetState(call, prefill(call, prompts, None), max(map(len, prompts)) + 60, calculate=calculate)
+        capacity = max(map(len, prompts)) + 60
+        state = TargetState(call, prefill(call, prompts, None), capacity, short=short, calculate=calculate)
         with state:
             for counts in ROUNDS:
                 block = torch.randint(0, 250, (len(prompts), BLOCK), generator=generator)
@@ -43,6 +47,7 @@ def test_ragged_rounds_equal_the_kept_tokens_alone(
                 state.commit(counts)
             assert state.starts == [len(k) for k in kept]
             assert state._recurrent.calculate is calculate
+            assert (state._recurrent.short is not None) is (short and family == "qwen3_5")
             state.keep([4, 1])
             block = torch.randint(0, 250, (2, BLOCK), generator=generator)
             hidden = state.verify(block)
