@@ -92,6 +92,17 @@ def blocks_at(batch: PackedBatch, anchors: Tensor, keep: Tensor, *, block_size: 
     )
 
 
+def label_sources(blocks: Blocks, tokens: int) -> Tensor:
+    """Return int64 [R, N, B-1]: where in rows of ``tokens`` laid end to end, [R*S], the target predicts a slot's label.
+
+    That is one token before it: anchor + k - 1 for slot k, in the anchor's document wherever the slot is valid.
+    """
+    rows, _, slots = blocks.labels.shape
+    device = blocks.anchors.device
+    inside = blocks.anchors[..., None] + torch.arange(slots, device=device)
+    return inside.clamp(max=tokens - 1) + torch.arange(rows, device=device)[:, None, None] * tokens
+
+
 def sample_blocks(
     batch: PackedBatch, *, anchors: int, block_size: int, mask_token_id: int, generator: torch.Generator
 ) -> Blocks:
