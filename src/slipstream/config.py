@@ -144,6 +144,10 @@ class TrainingConfig:
     """Decay of slot weights; 0: 7 at block 16, 5 at 10, 4 at 8, else block/2."""
     dpace_alpha: float = 0.5
     """D-PACE's mixing of confidence with 1."""
+    labels: Literal["hard", "soft"] = "hard"
+    """hard: a slot is to give the data's token. soft: it is to give the target's own distribution over tokens there."""
+    soft_share: float = 1.0
+    """soft: the distribution's share in a label; the rest is the data's token."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon: orthogonalised momentum (Muon) for the matrices, AdamW for the norms."""
     learning_rate: float = 6e-4

@@ -23,13 +23,12 @@ from slipstream.compilation.fingerprint import work
 from slipstream.config import Recipe
 from slipstream.drafter.store import save_drafter
 from slipstream.errors import CompilationError, DecodingError
-from slipstream.target.features import FeatureReader
 from slipstream.training.directory import RunDirectory
 from slipstream.training.disk import size_words
 from slipstream.training.hardware import resolve_device
 from slipstream.training.heldout import decoded_acceptance, heldout_prompts
 from slipstream.training.loop import Trainer
-from slipstream.training.session import PreparedRun, prepare
+from slipstream.training.session import PreparedRun, build_reader, prepare
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,7 +71,7 @@ def prewarm(
         run_once(run, console, prompts)
         with triton_kernels.launched() as kernels:  # once more, now that all is tuned: these are what a run launches
             run.target.assert_causal()
-            FeatureReader(run.target, run.config.target_layer_ids, run.recipe.target.packing)
+            build_reader(run.recipe, run.config, run.target)
             if preflight is not None and recipe.training.preflight:
                 with console.capture():  # its lines have been seen
                     preflight(run)

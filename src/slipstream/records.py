@@ -116,7 +116,8 @@ class FeatureBatch:
 class StepResult:
     """What one micro-batch gave. All are 0-d or 1-d tensors on the drafter's device, so that no host sync is needed.
 
-    loss_sum: sum of weight * cross-entropy (carries the gradient); weight_sum: sum of weights (no gradient);
+    loss_sum: sum of weight * cross-entropy (carries the gradient); weight_sum: sum of weights (no gradient); hard_sum:
+    sum of weight * cross-entropy of the data's tokens (no gradient): the value of loss_sum unless labels are soft;
     blocks: anchors that were kept; accepted: sum over kept blocks of the leading slots whose argmax equals the label
     (teacher-forced); correct_by_slot / valid_by_slot: [B-1] counts of right and of supervised slots.
     """
@@ -127,6 +128,7 @@ class StepResult:
     accepted: Tensor
     correct_by_slot: Tensor
     valid_by_slot: Tensor
+    hard_sum: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

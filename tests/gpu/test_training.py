@@ -12,6 +12,8 @@ from rich.console import Console
 
 from slipstream.training.directory import RunDirectory
 from slipstream.training.loop import Trainer
+from slipstream.training.muon import MuonAdamW, orthogonalise
+from slipstream.training.optimizer import optimizer_tensors
 from slipstream.training.session import prepare
 from slipstream.training.trainer import train
 from support.tiny_run import lines, make_inputs, tiny_recipe
@@ -32,10 +34,10 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("gpu"))
 
 
-@pytest.fixture
-def trainer(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+@pytest.fixture(params=[{}, {"training__optimizer": "muon", "training__labels": "soft"}], ids=["plain", "options"])
+def trainer(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Trainer:
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
-    run = prepare(tiny_recipe(root, tmp_path / "run", **SETTINGS), say=lambda _: None)
+    run = prepare(tiny_recipe(root, tmp_path / "run", **SETTINGS, **request.param), say=lambda _: None)
     assert run.attention.kind == "flex"
     return Trainer(run, RunDirectory(tmp_path / "run"), "r", Console(file=io.StringIO()), [])
 
@@ -59,8 +61,9 @@ def test_a_step_does_not_wait_for_the_gpu(trainer: Trainer):
 
 def test_a_fault_freezes_the_weights_until_it_is_read(trainer: Trainer):
     trainer.train_step()
-    weight = trainer.run.draft_model.fc.weight
-    before = weight.detach().clone()
+    model, optimizer = trainer.run.draft_model, trainer.optimizer
+    held = [*model.parameters(), *optimizer_tensors(model, optimizer).values()]
+    before = [tensor.detach().clone() for tensor in held]
     read = trainer.source.read
 
     def poisoned(index: int) -> Any:
@@ -72,10 +75,22 @@ def test_a_fault_freezes_the_weights_until_it_is_read(trainer: Trainer):
     trainer.source.read = poisoned  # type: ignore[method-assign]
     for _ in range(3):
         trainer.train_step()
-    assert torch.equal(weight, before)
+    assert all(torch.equal(new, old) for new, old in zip(held, before, strict=True))
     fault = trainer.updater.fault()
     assert fault is not None
     assert fault.step == 1
+
+
+def test_muon_is_orthogonalised_in_bfloat16_and_near_float32(trainer: Trainer):
+    draw = torch.randn(3, 96, 64, generator=torch.Generator().manual_seed(0))
+    expected = orthogonalise(draw)
+    found = orthogonalise(draw.cuda().bfloat16())
+    assert found.dtype == torch.bfloat16
+    assert bool(found.isfinite().all())
+    apart = (found.float().cpu() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    assert float(apart.max()) < 0.05
+    if isinstance(trainer.optimizer, MuonAdamW):
+        assert trainer.optimizer.precision == torch.bfloat16
 
 
 def test_train_and_resume(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

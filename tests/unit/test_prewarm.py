@@ -21,6 +21,7 @@ from slipstream.errors import CompilationError, DecodingError, TrainingError
 from slipstream.prewarm import prewarm, run_once, save, work_of
 from slipstream.training import session
 from slipstream.training.heldout import heldout_prompts
+from slipstream.training.muon import MuonAdamW
 from slipstream.training.session import prepare
 from support.tiny_run import make_inputs, quiet_train, tiny_recipe
 
@@ -111,7 +112,7 @@ def test_each_gpu_is_prewarmed_once_in_turn(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(prewarming, "prepare", prepared)
     monkeypatch.setattr(prewarming, "heldout_prompts", lambda recipe, target: [[1]])
-    monkeypatch.setattr(prewarming, "FeatureReader", lambda *_: done.append("reader"))
+    monkeypatch.setattr(prewarming, "build_reader", lambda *_: done.append("reader"))
     monkeypatch.setattr(prewarming, "run_once", lambda run, console, prompts: done.append(f"run {run.name}"))
     monkeypatch.setattr(prewarming, "save", lambda run, kernels: done.append(f"save {run.name}"))
     recipe = tiny_recipe(tmp_path, tmp_path / "run")
@@ -120,6 +121,20 @@ def test_each_gpu_is_prewarmed_once_in_turn(tmp_path: Path, monkeypatch: pytest.
     # Twice: what is tuned in the first pass is launched in the second.
     passes = ("prepare", "preflight", "run", "causal", "reader", "preflight", "run", "save")
     assert done == [what if what == "reader" else f"{what} cuda:{n}" for n in (0, 1) for what in passes]
+
+
+def test_what_soft_labels_need_of_the_target_is_warmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers after the last tap, in the reader's probe and in a step; and Muon's update."""
+    recipe = tiny_recipe(make_inputs(tmp_path), tmp_path / "run", training__labels="soft", training__optimizer="muon")
+    run = prepare(recipe, say=lambda _: None)
+    calls: list[str] = []
+    run.target.parts.norm.register_forward_hook(lambda *_: calls.append("norm"))
+    genuine = MuonAdamW.step
+    monkeypatch.setattr(MuonAdamW, "step", lambda self: calls.append("muon") or genuine(self))  # type: ignore[func-returns-value]
+    run_once(run, quiet())
+    assert calls == ["norm", "muon"]
+    session.build_reader(run.recipe, run.config, run.target)
+    assert calls.count("norm") > 1
 
 
 def test_caches_that_are_switched_off_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

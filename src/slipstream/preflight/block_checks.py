@@ -28,7 +28,7 @@ def no_leak(subject: Subject) -> str:
     chosen = _one_block_a_row(blocks, features.batch)
     alone = _only(blocks, chosen, slice(None))
     leaf = features.features.detach().clone().requires_grad_(True)
-    subject.step(FeatureBatch(batch=features.batch, features=leaf), alone).loss_sum.backward()
+    subject.step(dataclasses.replace(features, features=leaf), alone).loss_sum.backward()
     assert leaf.grad is not None
     seen = leaf.grad.abs().amax(-1) > 0
     window = 0 if FULL in config.layer_types else config.sliding_window
@@ -205,14 +205,17 @@ def _layout_loss(subject: Subject, layout: list[list[int]]) -> tuple[float, floa
     run = subject.run
     batch = subject.batch(layout).to(run.device)
     features = torch.zeros(*batch.ids.shape, run.config.context_size, dtype=run.target.dtype, device=run.device)
+    states = features.new_zeros(*batch.ids.shape, run.config.hidden_size)
     for row, members in enumerate(layout):
         at = 0
         for number in members:
             length = len(subject.documents[number].ids)
             features[row, at : at + length] = subject.alone[number].features
+            states[row, at : at + length] = subject.alone[number].final
             at += length
+    given = FeatureBatch(batch=batch, features=features, final_states=states)
     with torch.no_grad():
-        result = subject.step(FeatureBatch(batch=batch, features=features), subject.blocks(batch))
+        result = subject.step(given, subject.blocks(batch))
     return float(result.loss_sum), float(result.weight_sum)
 
 
@@ -221,7 +224,7 @@ def empty_batch(subject: Subject) -> str:
     run, model = subject.run, subject.run.draft_model
     full = rows_of(subject.packed, DOCUMENTS)
     bare = dataclasses.replace(full.batch, loss_mask=torch.zeros_like(full.batch.loss_mask))
-    result = _backward(subject, FeatureBatch(batch=bare, features=full.features))
+    result = _backward(subject, dataclasses.replace(full, batch=bare))
     if float(result[0]) != 0.0 or float(result[1]) != 0.0:
         raise CheckFailure(
             f"a batch without supervised tokens has loss {float(result[0]):.6g} and weight "
@@ -240,9 +243,7 @@ def empty_batch(subject: Subject) -> str:
             raise CheckFailure(f"an update without anchors changed {name}; it must be skipped")
     mask = full.batch.loss_mask.clone()
     mask[1:] = False
-    mixed = _backward(
-        subject, FeatureBatch(batch=dataclasses.replace(full.batch, loss_mask=mask), features=full.features)
-    )
+    mixed = _backward(subject, dataclasses.replace(full, batch=dataclasses.replace(full.batch, loss_mask=mask)))
     if not (bool(torch.isfinite(mixed[0])) and float(mixed[1]) > 0):
         raise CheckFailure(
             f"rows without anchors beside a row with some give loss {float(mixed[0])} and weight {float(mixed[1])}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -120,8 +121,9 @@ def _step(run: PreparedRun, features: FeatureBatch, blocks: Blocks) -> StepResul
     run.attention.update(blocks.anchors, blocks.document_start, blocks.keep)
     target = run.target
     return training_step(
-        run.draft_model, target.embed, target.head_weight, features, blocks, run.attention, settings=run.settings
-    )
+        run.draft_model, target.embed, target.head_weight, features, blocks, run.attention,
+        settings=run.settings, head=target.head,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -154,8 +156,10 @@ def overfit_run(
         Document((*s.prompt, *s.answer), (*([False] * len(s.prompt)), *([True] * len(s.answer)))) for s in samples
     ]
     longest = max(len(d.ids) for d in documents)
+    # Of the target's distribution alone, several tokens may be equally right; half of a label says which one is.
+    settings = dataclasses.replace(run.settings, soft_share=min(run.settings.soft_share, 0.5))
     return reduced_run(
-        run,
+        dataclasses.replace(run, settings=settings),
         documents,
         one_each=True,
         row_length=max(-(-longest // 16) * 16, run.config.block_size),

@@ -51,7 +51,8 @@ class Alone:
 
     argmax int64 [T]: its own next tokens; from_last, from_weight int64 [T]: those of head(norm(last layer's state)),
     by the head module and by ``head_weight``; features and hidden [T, K*H]: by hooks, and from the model's
-    ``hidden_states`` at id + 1 (None where it returns none); first_input [T, H]: what its first layer was given.
+    ``hidden_states`` at id + 1 (None where it returns none); first_input [T, H]: what its first layer was given;
+    final [T, H]: what its norm gave; logits [T, V]: what the model returned, None unless labels are soft.
     """
 
     argmax: Tensor
@@ -60,6 +61,8 @@ class Alone:
     features: Tensor
     hidden: Tensor | None
     first_input: Tensor
+    final: Tensor
+    logits: Tensor | None
 
 
 class Subject:
@@ -148,6 +151,7 @@ class Subject:
             blocks,
             self.attention,
             settings=run.settings,
+            head=run.target.head,
         )
 
     @contextmanager
@@ -169,8 +173,11 @@ def rows_of(features: FeatureBatch, rows: int) -> FeatureBatch:
     batch = features.batch
     names = ("ids", "loss_mask", "document_ids", "positions")
     repeated = {name: getattr(batch, name)[:1].repeat(rows, 1) for name in names}
+    states = features.final_states
     return FeatureBatch(
-        batch=PackedBatch(index=batch.index, **repeated), features=features.features[:1].repeat(rows, 1, 1)
+        batch=PackedBatch(index=batch.index, **repeated),
+        features=features.features[:1].repeat(rows, 1, 1),
+        final_states=None if states is None else states[:1].repeat(rows, 1, 1),
     )
 
 
@@ -203,6 +210,8 @@ def _alone(run: PreparedRun, document: Document) -> Alone:
         features=taps.features()[0],
         hidden=hidden,
         first_input=inputs[0][0],
+        final=normed[0],
+        logits=out.logits[0] if run.settings.soft_share else None,
     )
 
 

@@ -8,12 +8,16 @@ from torch import Tensor
 from slipstream.preflight.report import CheckFailure
 from slipstream.preflight.subject import Subject
 from slipstream.target.families import text_config
+from slipstream.training.step import soft_labels
 
 _AGREEMENT = 0.99  # ties in low precision may fall either way
 
 
 def head_parity(subject: Subject) -> str:
-    """head(norm(captured last state)) chooses the target's own next tokens; each tap is hidden_states[id + 1]."""
+    """head(norm(captured last state)) chooses the target's own next tokens; each tap is hidden_states[id + 1].
+
+    Soft labels, as the training step makes them, are the target's own distribution before each slot's token.
+    """
     agree = total = 0
     compared = 0
     layer_ids, hidden = subject.run.config.target_layer_ids, subject.run.target.info.hidden_size
@@ -39,7 +43,43 @@ def head_parity(subject: Subject) -> str:
             "were loaded"
         )
     taps = f", {len(layer_ids)} taps are the layers' outputs" if compared else " (the model returns no hidden_states)"
-    return f"{agree} of {total} positions agree{taps}"
+    return f"{agree} of {total} positions agree{taps}{_soft_labels(subject)}"
+
+
+def _soft_labels(subject: Subject) -> str:
+    """Compare soft labels with what the model itself returns for each document alone; say nothing if labels are hard.
+
+    The measure is total variation, 0 to 1: half the sum over the vocabulary of the difference of two probabilities.
+    """
+    packed, target, share = subject.packed, subject.run.target, subject.run.settings.soft_share
+    if not share:
+        return ""
+    blocks = subject.blocks(packed.batch)
+    valid = blocks.valid[0]
+    labels = soft_labels(packed, blocks, target.head, share)
+    found = labels.head(labels.states[labels.source[0][valid]]).float().softmax(-1)
+    # Where a label's token stands in its document is worked out here without the sources that are being checked.
+    slots = torch.arange(1, blocks.valid.shape[-1] + 1, device=valid.device)
+    token = (blocks.anchors[0][:, None] + slots)[valid]
+    places = zip(packed.batch.document_ids[0, token].tolist(), packed.batch.positions[0, token].tolist(), strict=True)
+    own = torch.stack([_logits(subject, document)[position - 1] for document, position in places])
+    apart = 0.5 * (found - own.float().softmax(-1)).abs().sum(-1)
+    worst, middle = float(apart.max()), float(apart.median())
+    # As for features: in low precision rounding depends on a matmul's shape, and the typical token decides.
+    if (not worst <= 1e-3) if target.dtype == torch.float32 else (not middle <= 0.1):
+        raise CheckFailure(
+            f"soft labels differ from the target's own distribution by up to {worst:.2g} (median {middle:.2g}, total "
+            "variation): they are another token's, or head, scale or cap are not the target's; set training.labels = "
+            "hard"
+        )
+    return f"; {len(apart)} soft labels within {worst:.1e} of its own distribution"
+
+
+def _logits(subject: Subject, document: int) -> Tensor:
+    """Return what the model returned for a document of the slice alone, [T, V]."""
+    logits = subject.alone[document].logits
+    assert logits is not None
+    return logits
 
 
 def tied_head(subject: Subject) -> str:

@@ -40,7 +40,7 @@ MARKER = "COMPLETE"
 ROWS_NAME = "data.rows"  # the identity's name for the rows themselves
 FORMAT = 1
 # Settings that checkpoints of earlier versions do not name, with what those versions did.
-_SINCE = {"training.optimizer": "adamw"}
+_SINCE = {"training.optimizer": "adamw", "training.labels": "hard"}
 _NAME = re.compile(r"step-(\d+)")
 _ASIDE = (".writing-", ".removing-")
 

@@ -51,7 +51,7 @@ def stop_at_fault(
             with torch.no_grad():
                 result = training_step(
                     run.draft_model, run.target.embed, run.target.head_weight, features, blocks, run.attention,
-                    settings=run.settings,
+                    settings=run.settings, head=run.target.head,
                 )  # fmt: skip
             if not bool(torch.isfinite(result.loss_sum)) and index not in guilty:
                 guilty.append(index)

@@ -51,7 +51,7 @@ class Trainer:
         self.source: FeatureSource = TargetSource(run.dataset, run.reader, rows=self.settings.rows, seed=self.seed)
         self.optimizer = build_optimizer(run.draft_model, self.settings)
         self.updater = Updater(self.optimizer, clip_norm=self.settings.clip_norm)
-        self.window = MetricWindow(run.config.block_size, run.device)
+        self.window = MetricWindow(run.config.block_size, run.device, soft_labels=run.settings.soft_share > 0)
         self.step = 0
         self.resumed_from: int | None = None
         self._elapsed_before = 0.0
@@ -107,7 +107,7 @@ class Trainer:
                 run.attention.update(blocks.anchors, blocks.document_start, blocks.keep)
                 result = training_step(
                     run.draft_model, run.target.embed, run.target.head_weight, features, blocks, run.attention,
-                    settings=run.settings,
+                    settings=run.settings, head=run.target.head,
                 )  # fmt: skip
                 result.loss_sum.backward()
                 loss_sum = loss_sum + result.loss_sum.detach()

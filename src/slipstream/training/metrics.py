@@ -29,10 +29,12 @@ class MetricWindow:
     Saved with a checkpoint, so that a resumed run reports what an uninterrupted one does. Not thread-safe.
     """
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
+    def __init__(self, block_size: int, device: torch.device, *, soft_labels: bool = False) -> None:
         self.counts = torch.zeros(len(WINDOW_COUNTS), dtype=torch.float64, device=device)
         self.correct = torch.zeros(block_size - 1, dtype=torch.float64, device=device)
         self.valid = torch.zeros(block_size - 1, dtype=torch.float64, device=device)
+        # Kept apart, so that a window of hard labels, where it would be the loss again, stays as it has been saved.
+        self.hard = torch.zeros((), dtype=torch.float64, device=device) if soft_labels else None
 
     def add_micro_batch(self, result: StepResult) -> None:
         """Add what one micro-batch and draw gave."""
@@ -40,6 +42,8 @@ class MetricWindow:
         self.counts[: len(parts)] += torch.stack([p.detach().double() for p in parts])
         self.correct += result.correct_by_slot.double()
         self.valid += result.valid_by_slot.double()
+        if self.hard is not None:
+            self.hard += result.hard_sum.double()
 
     def add_step(self, grad_norm: Tensor, weight_sum: Tensor) -> None:
         """Add an optimizer step: its gradient norm before clipping, and whether it held any supervised anchor."""
@@ -48,29 +52,38 @@ class MetricWindow:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums, for a checkpoint."""
-        return {"window.counts": self.counts, "window.correct": self.correct, "window.valid": self.valid}
+        found = {"window.counts": self.counts, "window.correct": self.correct, "window.valid": self.valid}
+        return found if self.hard is None else {**found, "window.hard": self.hard}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Take back what ``tensors`` returned."""
         self.counts.copy_(tensors["window.counts"])
         self.correct.copy_(tensors["window.correct"])
         self.valid.copy_(tensors["window.valid"])
+        if self.hard is not None:
+            self.hard.copy_(tensors["window.hard"])
 
     def report(self) -> dict[str, Any]:
         """Return the window's figures and start the next one. Waits for the device.
 
-        ``loss`` is the weighted mean; ``teacher_forced_acceptance_length`` counts the bonus token (>= 1); both None
+        ``loss`` is the weighted mean; ``hard_loss``, with soft labels only, is what hard labels would have given;
+        ``teacher_forced_acceptance_length`` counts the bonus token (>= 1); all None
         where the window held no supervised anchor. ``teacher_forced_accuracy_by_slot`` has B-1 entries.
         """
         total = dict(zip(WINDOW_COUNTS, self.counts.tolist(), strict=True))
         correct, valid = self.correct.tolist(), self.valid.tolist()
+        hard = None if self.hard is None else self.hard.item()
+        if self.hard is not None:
+            self.hard.zero_()
         self.counts.zero_()
         self.correct.zero_()
         self.valid.zero_()
         steps = max(total["steps"], 1.0)
         filled = total["steps"] - total["empty_steps"]
+        weight = total["weight_sum"]
         return {
-            "loss": total["loss_sum"] / total["weight_sum"] if total["weight_sum"] > 0 else None,
+            "loss": total["loss_sum"] / weight if weight > 0 else None,
+            **({} if hard is None else {"hard_loss": hard / weight if weight > 0 else None}),
             "teacher_forced_acceptance_length": 1 + total["accepted"] / total["blocks"]
             if total["blocks"] > 0
             else None,

@@ -86,6 +86,7 @@ def plan(recipe: Recipe) -> dict[str, Any]:
         f"({config.kv_heads} for keys), MLP {config.intermediate_size}, {', '.join(sorted(set(config.layer_types)))}",
         "drafter parameters": f"{parameters:,}",
         "loss": f"{settings.loss}" + (f", gamma {settings.gamma:g}" if settings.loss == "decay" else ""),
+        "labels": _labels(training),
         "rows": f"{len(dataset):,} of {dataset.row_length:,} tokens ({report.tokens:,} tokens, "
         f"{report.supervised_share:.1%} supervised)",
         "step": f"{training.accumulation} x {training.rows} rows, {training.draws_per_prefill} draws of up to "
@@ -104,6 +105,13 @@ def plan(recipe: Recipe) -> dict[str, Any]:
         out[f"memory: {name}"] = f"{size / GIB:.2f} GiB"
     out["memory: together"] = f"{sum(memory.values()) / GIB:.2f} GiB (estimate)"
     return out
+
+
+def _labels(training: TrainingConfig) -> str:
+    if training.labels == "hard":
+        return "hard: the data's tokens"
+    rest = f", {training.soft_share:.0%}, beside the data's tokens" if training.soft_share < 1 else ""
+    return f"soft: the target's distribution{rest}"
 
 
 def _optimizer(training: TrainingConfig) -> str:
@@ -139,6 +147,7 @@ def memory_estimate(
     rows, hidden = training.rows, config.hidden_size
     context = rows * row_length
     queries = rows * training.anchors * config.block_size
+    soft = training.labels == "soft"
     key_width = config.kv_heads * config.head_dim
     # A layer keeps, per block token: what norms take and give, q, k, v, attended values, three MLP widths.
     per_query = 6 * hidden + 3 * config.heads * config.head_dim + 2 * key_width + 3 * config.intermediate_size
@@ -146,9 +155,9 @@ def memory_estimate(
     sizes = {
         "target weights": target_bytes,
         "drafter weights, gradients, moments": weight_bytes,
-        "context features": context * config.context_size * feature_bytes,
+        "context features": context * (config.context_size + soft * hidden) * feature_bytes,
         "activations": activations * (compute_bytes + 2),
-        "logits": min(chunk, rows * training.anchors * (config.block_size - 1)) * config.vocab_size * 4 * 2,
+        "logits": min(chunk, rows * training.anchors * (config.block_size - 1)) * config.vocab_size * 4 * (2 + soft),
     }
     if dense:
         blocks = training.anchors * config.block_size

@@ -43,7 +43,8 @@ _FREE_SHAPE = frozenset({"block_size", "max_position_embeddings"})
 
 def binding_settings(training: TrainingConfig) -> list[str]:
     """Return the training settings that the weights depend on: a resume must have the same."""
-    unread = {"muon_learning_rate", "muon_momentum"} if training.optimizer != "muon" else set()
+    unread = set() if training.optimizer == "muon" else {"muon_learning_rate", "muon_momentum"}
+    unread |= set() if training.labels == "soft" else {"soft_share"}
     return [f.name for f in dataclasses.fields(training) if f.name not in FREE_SETTINGS | unread]
 
 
@@ -123,6 +124,12 @@ def build_drafter(recipe: Recipe, config: DrafterConfig, device: torch.device) -
     return draft_model.train()
 
 
+def build_reader(recipe: Recipe, config: DrafterConfig, target: Target) -> FeatureReader:
+    """Return the reader of what training needs: features, and with soft labels the target's final states."""
+    soft = recipe.training.labels == "soft"
+    return FeatureReader(target, config.target_layer_ids, recipe.target.packing, final_states=soft)
+
+
 def source_identity(target: Target) -> dict[str, Any]:
     """Return the part of the identity that is known as soon as the target is loaded."""
     return {
@@ -180,7 +187,7 @@ def prepare(
         say=say,
     )  # fmt: skip
     target.assert_causal()
-    reader = FeatureReader(target, config.target_layer_ids, recipe.target.packing)
+    reader = build_reader(recipe, config, target)
     settings = resolve_step_settings(
         training, block_size=config.block_size, vocab_rows=config.vocab_size, precision=precision
     )

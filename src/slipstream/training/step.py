@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from slipstream.config import TrainingConfig, default_gamma
-from slipstream.drafter.loss import chunk_rows, chunked_loss
+from slipstream.drafter.anchors import label_sources
+from slipstream.drafter.loss import SoftLabels, chunk_rows, chunked_loss
+from slipstream.errors import TrainingError
 from slipstream.records import FeatureBatch, StepResult
 
 if TYPE_CHECKING:
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSettings:
-    """The resolved choices of a step. ``precision``: compute dtype of the drafter; ``chunk``: logit rows at once."""
+    """The resolved choices of a step. ``precision``: compute dtype of the drafter; ``chunk``: logit rows at once.
+
+    soft_share: of the target's distribution in a label; 0: labels are the data's tokens.
+    """
 
     block_size: int
     loss: Literal["decay", "dpace"]
@@ -30,6 +35,7 @@ class StepSettings:
     dpace_alpha: float
     chunk: int
     precision: torch.dtype
+    soft_share: float = 0.0
 
 
 def resolve_step_settings(
@@ -45,6 +51,7 @@ def resolve_step_settings(
         dpace_alpha=training.dpace_alpha,
         chunk=max(rows // slots, 1) * slots,
         precision=precision,
+        soft_share=training.soft_share if training.labels == "soft" else 0.0,
     )
 
 
@@ -64,11 +71,14 @@ def training_step(
     attention: Attention,
     *,
     settings: StepSettings,
+    head: Callable[[Tensor], Tensor] | None = None,
 ) -> StepResult:
     """Run the drafter on one draw of anchors and return sums; ``loss_sum`` carries the gradient.
 
     ``features`` [R, S, K*H] and ``blocks`` lie on the drafter's device; ``embed`` is the target's own embedding and
     ``head_weight`` [V, H] its head, both frozen. ``attention`` must have been updated with these blocks' anchors.
+    Soft labels need the target's ``head`` as it computes logits, and final states in ``features``; raises TrainingError
+    where one is missing.
     """
     rows, anchors, block = blocks.noise_ids.shape
     with torch.no_grad():
@@ -93,6 +103,7 @@ def training_step(
         weighting=settings.loss,
         gamma=settings.gamma,
         alpha=settings.dpace_alpha,
+        soft=soft_labels(features, blocks, head, settings.soft_share) if settings.soft_share else None,
         chunk=settings.chunk,
     )
     correct = (loss.argmax.reshape(valid.shape) == labels) & valid
@@ -104,4 +115,19 @@ def training_step(
         accepted=leading.sum(),
         correct_by_slot=correct.sum(dim=0),
         valid_by_slot=valid.sum(dim=0),
+        hard_sum=loss.hard_sum,
     )
+
+
+def soft_labels(
+    features: FeatureBatch, blocks: Blocks, head: Callable[[Tensor], Tensor] | None, share: float
+) -> SoftLabels:
+    """Return where each slot's label comes from: the target's state one token before it, and the target's head.
+
+    Raises TrainingError where one of them is missing.
+    """
+    states = features.final_states
+    if states is None or head is None:
+        raise TrainingError("soft labels need the target's final states and its head; read features with final_states")
+    source = label_sources(blocks, states.shape[1])
+    return SoftLabels(states=states.flatten(0, 1), source=source, head=head, share=share)

@@ -29,6 +29,11 @@ def test_all_pass_with_muon(prepared, verdict) -> None:
     assert verdict(prepared(training={"optimizer": "muon", "weight_decay": 0.1}), *ALL) == {}
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gemma3"])
+def test_all_pass_with_soft_labels(family, prepared, verdict) -> None:
+    assert verdict(prepared(family, training={"labels": "soft"}), *ALL) == {}
+
+
 def test_a_matrix_that_an_update_without_anchors_changes_is_empty_batch(prepared, verdict, monkeypatch) -> None:
     genuine = MuonAdamW.step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,6 +10,7 @@ from torch import nn
 from slipstream.preflight import CHEAP
 from slipstream.target.features import Taps
 from slipstream.target.model import Target
+from slipstream.training import step
 
 ALL = tuple(CHEAP)
 
@@ -34,6 +36,44 @@ def test_only_the_drafters_taps_off_by_one_is_head_parity_alone(run, verdict, mo
 
     monkeypatch.setattr(Taps, "__init__", off_by_one)
     assert set(verdict(run, *ALL)) == {"head-parity"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("by", [-1, 1])
+def test_soft_labels_of_another_token_are_head_parity(by, dtype, prepared, verdict, monkeypatch) -> None:
+    """Nothing else would see it: the loss falls, and the drafter learns to be a token late."""
+    genuine = step.label_sources
+
+    def moved(blocks, tokens):
+        return (genuine(blocks, tokens) + by).clamp(0, blocks.labels.shape[0] * tokens - 1)
+
+    monkeypatch.setattr(step, "label_sources", moved)
+    # Nearly uniform distributions are all alike; this target is sure of something.
+    run = prepared("llama", dtype=dtype, training={"labels": "soft"})
+    sharp = Target.head
+    monkeypatch.setattr(Target, "head", lambda self, hidden: 20 * sharp(self, hidden))
+    forward = run.target.model.forward
+
+    def sure(*args, **kwargs):
+        out = forward(*args, **kwargs)
+        out.logits = 20 * out.logits
+        return out
+
+    monkeypatch.setattr(run.target.model, "forward", sure)
+    failed = verdict(run, *ALL)
+    assert set(failed) - {"packing-parity"} == {"head-parity"}  # a token early may be another document's
+    assert "another token's" in failed["head-parity"]
+    monkeypatch.setattr(step, "label_sources", genuine)
+    assert verdict(run, *ALL) == {}
+
+
+def test_soft_labels_that_are_scaled_unlike_the_target_are_head_parity(prepared, verdict, monkeypatch) -> None:
+    genuine = Target.head
+    monkeypatch.setattr(Target, "head", lambda self, hidden: 3 * genuine(self, hidden))  # chooses the same tokens
+    run = prepared("llama", training={"labels": "soft"})
+    failed = verdict(run, *ALL)
+    assert set(failed) == {"head-parity"}
+    assert "scale or cap" in failed["head-parity"]
 
 
 def test_a_random_head_module_is_head_parity(run, verdict, monkeypatch) -> None:

@@ -20,8 +20,9 @@ def test_both_pass(family, prepared, verdict) -> None:
     assert verdict(prepared(family), *BOTH) == {}
 
 
-def test_both_pass_with_muon(prepared, verdict) -> None:
-    assert verdict(prepared(training={"optimizer": "muon", "weight_decay": 0.1}), *BOTH) == {}
+@pytest.mark.parametrize("training", [{"optimizer": "muon", "weight_decay": 0.1}, {"labels": "soft"}])
+def test_both_pass_with_either_option(training, prepared, verdict) -> None:
+    assert verdict(prepared(training=training), *BOTH) == {}
 
 
 def cast_drafter(monkeypatch, cast) -> None:

@@ -242,12 +242,14 @@ def test_resume_refuses_a_difference_and_names_both_values(name: str, before: ob
 
 def test_settings_that_an_older_checkpoint_does_not_name_are_what_it_did():
     old = {"target.digest": "aa", "training.loss": "decay"}
-    current = {**old, "training.optimizer": "adamw"}
+    current = {**old, "training.labels": "hard", "training.optimizer": "adamw"}
     ck.check_identity(old, current, Path("c/step-1"))
     ck.check_identity({"target.digest": "aa"}, {"target.digest": "aa"}, Path("c/step-1"))  # a part of it alone
     with pytest.raises(CheckpointError, match=r"training\.optimizer = 'adamw', this run has 'muon'; resume") as caught:
         ck.check_identity(old, {**current, "training.optimizer": "muon", "training.muon_momentum": 0.9}, Path("c/1"))
     assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"training\.labels = 'hard', this run has 'soft'"):
+        ck.check_identity(old, {**current, "training.labels": "soft"}, Path("c/1"))
 
 
 def test_identity_survives_json(tmp_path: Path):

@@ -23,7 +23,22 @@ def result(loss: float, weight: float, blocks: int, accepted: int, correct: list
         accepted=torch.tensor(accepted),
         correct_by_slot=torch.tensor(correct),
         valid_by_slot=torch.tensor(valid),
+        hard_sum=torch.tensor(3.0 * loss),
     )
+
+
+def test_the_loss_of_the_datas_tokens_is_reported_beside_that_of_soft_labels():
+    hard, soft = (MetricWindow(3, torch.device("cpu"), soft_labels=labels) for labels in (False, True))
+    for window in (hard, soft):
+        for number in (1.0, 3.0):
+            window.add_micro_batch(result(number, 2.0, 1, 0, [0, 0], [1, 1]))
+    again = MetricWindow(3, torch.device("cpu"), soft_labels=True)
+    again.restore(soft.tensors())
+    assert "window.hard" not in hard.tensors()
+    assert "hard_loss" not in hard.report()
+    found = again.report()
+    assert (found["loss"], found["hard_loss"]) == (1.0, 3.0)
+    assert again.report()["hard_loss"] is None  # and the next window starts from nothing
 
 
 def test_figures_are_pooled_sums_not_means_of_means():

@@ -67,6 +67,30 @@ def test_it_grows_with_rows_anchors_and_the_dense_mask():
     assert estimate(few)["logits"] == 15 * 151936 * 8
 
 
+def test_soft_labels_take_final_states_and_a_second_chunk_of_logits():
+    base, soft = estimate(TrainingConfig()), estimate(TrainingConfig(labels="soft"))
+    assert soft["context features"] - base["context features"] == 3072 * 4096 * 2
+    assert soft["logits"] == 1.5 * base["logits"]
+    others = set(base) - {"context features", "logits"}
+    assert {name: base[name] for name in others} == {name: soft[name] for name in others}
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, "hard: the data's tokens"),
+        ({"training__labels": "soft"}, "soft: the target's distribution"),
+        (
+            {"training__labels": "soft", "training__soft_share": 0.25},
+            "soft: the target's distribution, 25%, beside the data's tokens",
+        ),
+    ],
+)
+def test_the_plan_names_the_labels(tmp_path: Path, settings: dict, told: str):
+    make_inputs(tmp_path)
+    assert plan(tiny_recipe(tmp_path, tmp_path / "run", **settings))["labels"] == told
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_plan_counts_the_optimizers_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str):
     make_inputs(tmp_path)

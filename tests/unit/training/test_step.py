@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from slipstream.drafter.anchors import Blocks, sample_blocks
 from slipstream.drafter.attention import build_attention
 from slipstream.drafter.config import DrafterConfig
 from slipstream.drafter.model import DraftModel
+from slipstream.errors import TrainingError
 from slipstream.records import FeatureBatch, PackedBatch, StepResult
 from slipstream.training.optimizer import Updater, build_optimizer
 from slipstream.training.step import anchor_generator, resolve_step_settings, training_step
@@ -37,6 +40,11 @@ EMBEDDING = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1
 HEAD = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(2))
 
 
+def own_logits(states: torch.Tensor) -> torch.Tensor:
+    """Stands for a target that caps its logits."""
+    return 3.0 * torch.tanh(F.linear(states, HEAD) / 3.0)
+
+
 def features(index: int = 0, supervised: bool = True) -> FeatureBatch:
     g = torch.Generator().manual_seed(100 + index)
     documents = torch.zeros(ROWS, TOKENS, dtype=torch.long)
@@ -53,7 +61,11 @@ def features(index: int = 0, supervised: bool = True) -> FeatureBatch:
         document_ids=documents,
         positions=positions,
     )
-    return FeatureBatch(batch=batch, features=torch.randn(ROWS, TOKENS, 2 * HIDDEN, generator=g))
+    return FeatureBatch(
+        batch=batch,
+        features=torch.randn(ROWS, TOKENS, 2 * HIDDEN, generator=g),
+        final_states=torch.randn(ROWS, TOKENS, HIDDEN, generator=g),
+    )
 
 
 def draw(found: FeatureBatch, number: int = 0) -> Blocks:
@@ -75,12 +87,24 @@ def run(
     attention = build_attention("dense", CONFIG, ROWS, TOKENS, ANCHORS, "cpu")
     attention.update(blocks.anchors, blocks.document_start, blocks.keep)
     return training_step(
-        net, lambda ids: F.embedding(ids, embedding), HEAD, found, blocks, attention, settings=settings
+        net,
+        lambda ids: F.embedding(ids, embedding),
+        HEAD,
+        found,
+        blocks,
+        attention,
+        settings=settings,
+        head=own_logits if training.labels == "soft" else None,
     )
 
 
-def reference(net: DraftModel, found: FeatureBatch, blocks: Blocks, gamma: float) -> tuple[torch.Tensor, float, int]:
-    """Loop over blocks: each alone, with its own context only. Returns loss sum, weight sum, accepted."""
+def reference(
+    net: DraftModel, found: FeatureBatch, blocks: Blocks, gamma: float, share: float
+) -> tuple[torch.Tensor, float, int]:
+    """Loop over blocks: each alone, with its own context only. Returns loss sum, weight sum, accepted.
+
+    ``share``: of the target's distribution in a label.
+    """
     loss, weight, accepted = torch.zeros(()), 0.0, 0
     for row in range(ROWS):
         for n in range(ANCHORS):
@@ -101,22 +125,28 @@ def reference(net: DraftModel, found: FeatureBatch, blocks: Blocks, gamma: float
                 if not same or not bool(found.batch.loss_mask[row, at]):
                     break
                 w = float(torch.exp(torch.tensor(-(k - 1) / gamma)))
-                loss = loss + w * F.cross_entropy(logits[k - 1][None], found.batch.ids[row, at][None])
+                label = (1 - share) * F.one_hot(found.batch.ids[row, at], VOCAB)
+                if share:  # the target predicts a token one place before it
+                    assert found.final_states is not None
+                    label = label + share * torch.softmax(own_logits(found.final_states[row, at - 1]), -1)
+                loss = loss + w * F.cross_entropy(logits[k - 1][None], label[None])
                 weight += w
                 leading = leading and int(logits[k - 1].argmax()) == int(found.batch.ids[row, at])
                 accepted += leading
     return loss, weight, accepted
 
 
-def test_step_equals_a_loop_over_single_blocks_values_and_gradients():
+@pytest.mark.parametrize("share", [0.0, 1.0, 0.4])
+def test_step_equals_a_loop_over_single_blocks_values_and_gradients(share: float):
     net, found = DraftModel(CONFIG), features()
     net.init_weights(0.3, torch.Generator().manual_seed(3))
     blocks = draw(found)
-    result = run(net, found, blocks, gamma=3.0)
+    labels = {"labels": "soft", "soft_share": share} if share else {}
+    result = run(net, found, blocks, gamma=3.0, **labels)
     result.loss_sum.backward()
     grads = {n: p.grad.clone() for n, p in net.named_parameters()}
     net.zero_grad()
-    loss, weight, accepted = reference(net, found, blocks, 3.0)
+    loss, weight, accepted = reference(net, found, blocks, 3.0, share)
     loss.backward()
     torch.testing.assert_close(result.loss_sum.detach(), loss.detach(), rtol=1e-4, atol=1e-3)
     assert float(result.weight_sum) == pytest.approx(weight, rel=1e-5)
@@ -124,6 +154,24 @@ def test_step_equals_a_loop_over_single_blocks_values_and_gradients():
     assert int(result.blocks) == int(blocks.keep.sum())
     for name, p in net.named_parameters():
         torch.testing.assert_close(grads[name], p.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_soft_labels_leave_what_is_counted_as_it_is():
+    net, found = DraftModel(CONFIG), features()
+    blocks = draw(found)
+    hard, soft = run(net, found, blocks), run(net, found, blocks, labels="soft")
+    assert torch.equal(hard.hard_sum, hard.loss_sum.detach())
+    for name in ("weight_sum", "blocks", "accepted", "correct_by_slot", "valid_by_slot", "hard_sum"):
+        assert torch.equal(getattr(hard, name), getattr(soft, name)), name
+    assert not torch.equal(hard.loss_sum, soft.loss_sum)
+
+
+def test_soft_labels_need_the_final_states():
+    net, found = DraftModel(CONFIG), features()
+    bare = FeatureBatch(batch=found.batch, features=found.features)
+    run(net, bare, draw(found))
+    with pytest.raises(TrainingError, match="soft labels need the target's final states"):
+        run(net, bare, draw(found), labels="soft")
 
 
 def test_accepted_counts_only_leading_right_slots():
@@ -158,9 +206,10 @@ def test_accumulation_of_batches_and_draws_is_the_gradient_of_all_at_once(loss: 
     torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_batch_without_anchors_is_zero_and_finite():
+@pytest.mark.parametrize("labels", ["hard", "soft"])
+def test_a_batch_without_anchors_is_zero_and_finite(labels: str):
     net, found = DraftModel(CONFIG), features(supervised=False)
-    result = run(net, found, draw(found))
+    result = run(net, found, draw(found), labels=labels)
     result.loss_sum.backward()
     assert (
         float(result.loss_sum.detach()) == float(result.weight_sum) == int(result.blocks) == int(result.accepted) == 0
@@ -181,7 +230,7 @@ def test_bfloat16_computes_lower_but_keeps_weights_and_gradients_float32():
 def test_the_residual_of_a_float16_target_is_not_float16():
     net, found = DraftModel(CONFIG), features()
     blocks = draw(found)
-    half = FeatureBatch(batch=found.batch, features=found.features.half())
+    half = dataclasses.replace(found, features=found.features.half())
     seen: list[torch.dtype] = []
     net.norm.register_forward_pre_hook(lambda _module, args: seen.append(args[0].dtype))
     run(net, half, blocks, EMBEDDING.half(), precision="bfloat16")
