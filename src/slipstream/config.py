@@ -207,6 +207,10 @@ class EvaluationConfig:
     """Prompts decoded at once."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Target's dtype for decoding. auto: the target's own setting on a GPU, float32 on a CPU (exactly lossless)."""
+    block_size: int = 0
+    """Block that evaluate decodes with, 2 to the trained size; 0: the trained one. While training it is that."""
+    compare_block_sizes: tuple[int, ...] = ()
+    """Block sizes that evaluate tries first, on held-out prompts of their own; it then decodes with the fastest."""
 
 
 @dataclass(frozen=True, kw_only=True)

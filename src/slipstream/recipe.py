@@ -237,6 +237,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "evaluation.max_new_tokens": (1, 2**22),
     "evaluation.temperature": (0, 1e3),
     "evaluation.batch_size": (1, 2**16),
+    "evaluation.block_size": (0, 1024),
 }
 
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.decoding.baselines import baseline_taus
 from slipstream.decoding.losslessness import compare_lossless
 from slipstream.decoding.plain import decode_plain
+from slipstream.decoding.prepared import Prepared, prepared
 from slipstream.decoding.proposer import DrafterProposer, Proposer, resolve_block_size
 from slipstream.decoding.responses import Decoded, Progress
 from slipstream.decoding.speculative import decode_speculative
@@ -102,14 +103,15 @@ def evaluate(
     """Measure a drafter by real block decoding. Call from the target's thread; nothing is trained or changed.
 
     Plain decoding and block decoding answer the same prompts at the same batch size; the free drafters walk over plain
-    decoding's answers. Speed-up is the ratio of measured tokens per second, prefill included in both.
+    decoding's answers, in blocks of the drafter's size. Speed-up is the ratio of measured tokens per second, prefill
+    included in both.
 
     Args:
         prompts: token ids; ``settings.max_prompts`` above 0 takes the first so many.
         table_ids: training sequences for the bigram and trigram tables; without them those baselines are left out.
         progress: called with (finished, all) over both runs: all is twice the number of prompts.
         seed: of the sampling when ``settings.temperature`` is above 0.
-        block_size: shorter than trained, or None.
+        block_size: shorter than trained, or None. ``settings`` names sizes for the ``evaluate`` command alone.
 
     Raises:
         DecodingError, DrafterError: as ``generate_speculative``.
@@ -118,7 +120,6 @@ def evaluate(
     proposer = DrafterProposer(target, draft_model, config)
     chosen = list(prompts[: settings.max_prompts] if settings.max_prompts > 0 else prompts)
     options: dict[str, Any] = {"temperature": settings.temperature, "seed": seed, "batch_size": settings.batch_size}
-    _warm_up(target, proposer, chosen, size, settings, options)
 
     def part(offset: int) -> Progress | None:
         if progress is None:
@@ -126,10 +127,12 @@ def evaluate(
         return lambda finished, total: progress(offset + finished, 2 * total)
 
     limit = settings.max_new_tokens
-    plain = decode_plain(target, chosen, max_new_tokens=limit, progress=part(0), **options)
-    spec = decode_speculative(
-        target, proposer, chosen, block_size=size, max_new_tokens=limit, progress=part(len(chosen)), **options
-    )
+    with prepared(target, draft_model) as made:
+        _warm_up(target, proposer, chosen, size, settings, options)
+        plain = decode_plain(target, chosen, max_new_tokens=limit, progress=part(0), **options)
+        spec = decode_speculative(
+            target, proposer, chosen, block_size=size, max_new_tokens=limit, progress=part(len(chosen)), **options
+        )
     accepted = summarise(spec.generations, size)
     lossless = compare_lossless(
         plain.generations,
@@ -157,6 +160,8 @@ def evaluate(
         batch_size=settings.batch_size,
         max_new_tokens=limit,
         details={
+            "trained_block_size": config.block_size,
+            "baselines_block_size": size,
             "passes": accepted.passes,
             "cut_passes": accepted.cut_passes,
             "cut_passes_counted": accepted.cut_passes_counted,
@@ -170,6 +175,7 @@ def evaluate(
             "prefill_seconds": spec.prefill_seconds,
             "baseline_prefill_seconds": plain.prefill_seconds,
             **_break_even(plain, spec),
+            **_preparation(target, made),
         },
     )
 
@@ -192,6 +198,17 @@ def _break_even(plain: Decoded, spec: Decoded) -> dict[str, float | None]:
         "round_milliseconds": 1e3 * (spec.seconds - spec.prefill_seconds) / spec.rounds,
         "plain_step_milliseconds": 1e3 * (plain.seconds - plain.prefill_seconds) / plain.rounds,
         "break_even_tau": costs[1] / costs[0] if costs[0] > 0 else None,
+    }
+
+
+def _preparation(target: Target, made: Prepared) -> dict[str, Any]:
+    """Return in which way both runs went through the target's layers on a CPU; a GPU has its own kernels."""
+    if target.device.type != "cpu":
+        return {}
+    blocks = made.short_blocks
+    return {
+        "linear_layers": made.linears or "laid out for few rows",
+        "recurrent_layers": blocks.refused or ("short blocks" if blocks.proven else "own forward"),
     }
 
 

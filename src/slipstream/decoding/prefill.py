@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slipstream.decoding.short_states import ShortBlocks
+from slipstream.decoding.prepared import short_blocks
 from slipstream.errors import DecodingError
 from slipstream.target.families import text_config
 from slipstream.target.features import tap_layers
 
 if TYPE_CHECKING:
+    from slipstream.decoding.short_states import ShortBlocks
     from slipstream.target.model import Target
 
 
@@ -63,12 +64,8 @@ class DecoderCall:
 
     @functools.cached_property
     def short_blocks(self) -> ShortBlocks:
-        """The recurrent layers' short blocks, made at the first use; one verdict for all that this object runs."""
-        return ShortBlocks(list(self.target.parts.layers))
-
-    def prepare(self) -> None:
-        """Make now what would be made at the first use, so that no measured time holds it."""
-        self.short_blocks  # noqa: B018
+        """The short blocks of the target's recurrent layers, with one verdict for all that share them."""
+        return short_blocks(self.target)
 
     def new_cache(self) -> Any:
         """Return an empty cache with the layer kinds of the target's configuration."""

@@ -10,8 +10,7 @@ Their states are saved before a verify pass. Afterwards, for the rows that rejec
   is said.
 
 On a CPU, Gated DeltaNets in float32 do not absorb a pass at all: they run it as short blocks (``short_states``), which
-leave their states alone and need neither of the two ways. Those too must prove themselves first, on the run's first
-pass.
+leave their states alone and need neither of the two ways. Those too must prove themselves first.
 
 The trap: a transformers cache that records its past crops such a layer without an error, and restores its convolution
 but not its recurrent state.
@@ -129,7 +128,7 @@ class RecurrentStates:
         """
         self.forget()
         if self.short is not None:
-            self.short.begin()
+            self.short.begin(length)
         if length == 1 or (self.short is not None and self.short.proven):
             return
         # FLA's kernels choose their own chunks, and are used wherever that package is installed.

@@ -102,7 +102,7 @@ class StepState:
         self._steps += 1
         seen = None if self._mask is None else self._mask[:, : self._width + self._steps]
         if self._short is not None:
-            self._short.begin()
+            self._short.begin(1)
         positions = self._positions + (self._steps - 1)
         hidden = self._call(tokens[:, None], positions=positions, mask=seen, cache=self._cache)
         if self._short is not None:

@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.config import Recipe
+from slipstream.config import EvaluationConfig, Recipe
 from slipstream.decoding.losslessness import faults
 from slipstream.errors import ConfigError, DecodingError
-from slipstream.evaluation.display import print_result
+from slipstream.evaluation.blocks import check_block_sizes
+from slipstream.evaluation.display import listed, print_result
 from slipstream.evaluation.measure import evaluate_drafter, evaluation_dtype
 from slipstream.evaluation.record import circumstances, output_path, trained_with, write_record
 from slipstream.pairs import drafter_path
@@ -48,6 +49,7 @@ def evaluate_path(
             f"{path} is not a run directory (it has no recipe.toml); give a run, or a recipe with --drafter"
         )
     recipe = load_recipe(path / "recipe.toml" if is_run else path, overrides)
+    check_block_sizes(recipe.evaluation)
     directory = drafter_path(str(drafter)) if drafter is not None else path / "drafter"
     if not is_run and drafter is None:
         raise ConfigError(f"{path} is a recipe; say which drafter to evaluate with --drafter DIR")
@@ -59,7 +61,8 @@ def evaluate_path(
     dtype = evaluation_dtype(recipe, device)
     console.print(
         f"evaluating {directory} with {recipe.target.path} on {device}, {str(dtype).removeprefix('torch.')}, "
-        f"temperature {recipe.evaluation.temperature}, at most {recipe.evaluation.max_new_tokens} tokens a response",
+        f"temperature {recipe.evaluation.temperature}, at most {recipe.evaluation.max_new_tokens} tokens a response"
+        + _block(recipe.evaluation),
         markup=False,
         soft_wrap=True,
     )
@@ -82,6 +85,13 @@ def evaluate_path(
         console.print(f"written: {output}", markup=False, soft_wrap=True)
     refuse_lossy(result)
     return result
+
+
+def _block(settings: EvaluationConfig) -> str:
+    """Return what the settings say of the block size."""
+    if settings.compare_block_sizes:
+        return f", after trying blocks of {listed(settings.compare_block_sizes)}"
+    return f", in blocks of {settings.block_size}" if settings.block_size else ""
 
 
 def _same(a: Recipe, b: Recipe) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from slipstream.decoding.losslessness import faults
@@ -10,6 +11,7 @@ from slipstream.decoding.losslessness import faults
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from slipstream.decoding.block_trial import BlockComparison
     from slipstream.records import EvalResult
 
 
@@ -59,11 +61,94 @@ class EvaluationDisplay:
             self._start("with the drafter")
 
 
+class TrialDisplay:
+    """Progress while block sizes are tried: a bar on a terminal, a line at the start elsewhere."""
+
+    def __init__(self, console: Console, sizes: Sequence[int], prompts: int) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.console = console
+        self._text = f"trying blocks of {listed(sizes)} on {prompts} prompts"
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._bar = self._bars.add_task(self._text, total=None)
+
+    def __enter__(self) -> TrialDisplay:
+        if not self.console.is_terminal:
+            self.console.print(self._text, markup=False, soft_wrap=True)
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def update(self, done: int, total: int) -> None:
+        """Note that ``done`` of ``total`` runs have ended."""
+        self._bars.update(self._bar, completed=done, total=total)
+
+
+def listed(sizes: Sequence[int]) -> str:
+    """Return the sizes as words: "4", "4 and 8", "4, 6 and 8"."""
+    *most, last = map(str, sizes)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def print_comparison(found: BlockComparison, console: Console) -> None:
+    """Print the block sizes that were tried, which one is used, and why."""
+    from rich.table import Table
+
+    table = Table(title=f"block sizes, {found.prompts} prompts, batch {found.batch_size}", title_justify="left")
+    for column in ("block", "tau", "tokens/s", "x plain"):
+        table.add_column(column, justify="right")
+    table.add_row("none (plain)", "1.000", f"{found.plain_tokens_per_second:.1f}", "1.00")
+    for tried in found.tried:
+        style = "bold" if tried.block_size == found.chosen else None
+        cells = (f"{tried.tau:.3f}", f"{tried.tokens_per_second:.1f}", f"{tried.ratio:.2f}")
+        table.add_row(str(tried.block_size), *cells, style=style)
+    console.print(table)
+    for line in comparison_lines(found):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def comparison_lines(found: BlockComparison) -> list[str]:
+    """Return what a comparison chose, why, and what it is to be read with."""
+    best = next(t for t in found.tried if t.block_size == found.chosen)
+    others = [t for t in found.tried if t is not best]
+    second = max(others, key=lambda t: t.ratio, default=None)
+    why = "the only one tried" if second is None else f"the fastest; block {second.block_size} gives {second.ratio:.2f}"
+    lines = [
+        f"block {found.chosen} is used: {best.ratio:.2f} x plain decoding, {why} (shortest of {found.repeats} times a "
+        f"batch, in turns, at most {found.max_new_tokens} tokens a response)"
+    ]
+    if best.ratio < 1:
+        lines.append("no size is faster than plain decoding here; it loses least")
+    spread = max(found.plain_spread, *(t.spread for t in found.tried))
+    if second is not None and best.ratio < 1.02 * second.ratio:
+        lines.append("the two are too close to tell apart")
+    if spread > 0.5:
+        lines.append(
+            f"times differed by up to {spread:.0%}: the machine does other work, so distrust small differences"
+        )
+    if not found.separate:
+        lines.append(
+            "there are too few prompts for a part of its own: the evaluation has the same prompts, which flatters the "
+            "choice a little"
+        )
+    return lines
+
+
 def print_result(result: EvalResult, console: Console) -> None:
     """Print acceptance beside the free baselines, losslessness and measured speed."""
     from rich.table import Table
 
-    table = Table(title=f"block {result.block_size}, {result.prompts} prompts", title_justify="left")
+    trained = result.details.get("trained_block_size", result.block_size)
+    block = f"block {result.block_size}" + ("" if trained == result.block_size else f" (trained with {trained})")
+    table = Table(title=f"{block}, {result.prompts} prompts", title_justify="left")
     table.add_column("drafts from")
     table.add_column("tau", justify="right")
     table.add_row("nothing (plain decoding)", "1.000")

@@ -37,7 +37,7 @@ def after_rounds(target: Target, prompts: list[list[int]], *, short: bool, round
 
 def test_states_and_outputs_are_those_of_the_modules(target_of: Callable[[str], Target], prompts: Any) -> None:
     call, state, mine = after_rounds(target_of("qwen3_5"), prompts, short=True, rounds=2)
-    assert call.short_blocks.proven is True
+    assert (call.short_blocks.proven, call.short_blocks.refused) == ({6}, "")
     assert state._recurrent._saved == {}, "after the proof nothing is copied"
     _, reference, its = after_rounds(target_of("qwen3_5"), prompts, short=False, rounds=2)
     assert reference._recurrent.short is None
@@ -89,7 +89,7 @@ def test_short_blocks_that_are_wrong_are_found_out_and_said(
 
     monkeypatch.setattr(ShortBlock, "forward", wrong)
     call, _, mine = after_rounds(target_of("qwen3_5"), prompts, short=True, rounds=2)
-    assert call.short_blocks.proven is False
+    assert (call.short_blocks.proven, call.short_blocks.refused) == (set(), "short blocks differ from it by 0.02")
     told = capsys.readouterr().err
     assert "own forward, which is slower: short blocks differ from it by 0.02" in told
     _, _, its = after_rounds(target_of("qwen3_5"), prompts, short=False, rounds=2)
@@ -113,7 +113,7 @@ def test_states_that_are_wrong_are_found_out(
 
     monkeypatch.setattr(ShortBlock, "forward", wrong)
     call, _, _ = after_rounds(target_of("qwen3_5"), [[1, 2, 3]] * 6, short=True, rounds=1)
-    assert call.short_blocks.proven is False
+    assert call.short_blocks.refused
     assert "short blocks differ" in capsys.readouterr().err
 
 
@@ -126,7 +126,7 @@ def test_a_module_that_does_not_get_the_cache_refuses_them(
         state.verify(torch.ones(1, 4, dtype=torch.long))
         state._recurrent.short._pieces.popitem()
         state.commit([4])
-    assert call.short_blocks.proven is False
+    assert call.short_blocks.refused
     assert "not every one of them is called with the cache" in capsys.readouterr().err
 
 
