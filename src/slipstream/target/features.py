@@ -11,6 +11,8 @@ trust: the reader probes it.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import sys
 import threading
 from collections.abc import Sequence
@@ -195,9 +197,10 @@ class FeatureReader:
             )
         return features
 
-    def _read_packed(self, batch: PackedBatch, layout: DocumentLayout) -> Tensor:
-        """Read whole rows in one pass; padding has zeros."""
+    def _read_packed(self, batch: PackedBatch, layout: DocumentLayout, bounds: bool = True) -> Tensor:
+        """Read whole rows in one pass; padding has zeros. ``bounds`` False keeps them from recurrent kernels."""
         apart = () if self.recurrent is None else arrangements(self.recurrent, layout, self._recurrent)
+        apart = apart if bounds else tuple(dataclasses.replace(one, bounds=None) for one in apart)
         with DocumentsApart(self._recurrent, apart, batch.ids.shape, self.target.device):
             features = self._forward(batch.ids, batch.positions)
         return features.masked_fill_((batch.document_ids < 0)[..., None], 0)
@@ -239,7 +242,8 @@ class FeatureReader:
             self.recurrent = way
             runs_on = way is None and self.target.info.is_hybrid
             blame = "its recurrent state runs on across documents" if runs_on else "documents leak"
-            found, self.probe_difference = probe.judge(self._read_packed, blame)
+            without = functools.partial(self._read_packed, bounds=False) if way == "cu_seqlens" else None
+            found, self.probe_difference = probe.judge(self._read_packed, blame, without)
             if not found:
                 return True
             self.reason = found if way is None else f"with recurrent layers by {way}, {found}"

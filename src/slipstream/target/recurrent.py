@@ -32,10 +32,14 @@ WAYS: tuple[Way, ...] = ("cu_seqlens", "documents")  # no padding and one call c
 
 
 def arrangements(way: Way, layout: DocumentLayout, modules: Sequence[nn.Module]) -> tuple[Arrangement, ...]:
-    """Return how ``modules`` get the documents of a batch; on the CPU. Empty for a batch without documents."""
+    """Return how ``modules`` get the documents of a batch; on the CPU. Empty where its rows may be left as they are."""
     if not layout.documents:
         return ()
-    return a_row_each(layout) if way == "documents" else (one_row(layout, _look_back(modules)),)
+    if way == "cu_seqlens":
+        return (one_row(layout, _look_back(modules)),)
+    if all(document.start == 0 for document in layout.documents):  # each has a right-padded row already
+        return ()
+    return a_row_each(layout)
 
 
 def _look_back(modules: Sequence[nn.Module]) -> int:

@@ -154,6 +154,17 @@ def test_a_rule_without_bounds_is_found_out(directory_of, monkeypatch, rule, fau
     assert capsys.readouterr().err == ""
 
 
+def test_bounds_that_are_ignored_are_found_out_where_states_fade_at_once(directory_of, monkeypatch, rule):
+    """What leaks is then too little to be seen, here; but not in every layer of every model, nor in long documents."""
+    target = load_in(directory_of("qwen3_5"))
+    for module in recurrent_modules(target.parts, target.model.config):
+        module.A_log.fill_(5.0)
+    monkeypatch.setattr(RULE, lambda *args, cu_seqlens=None, **rest: rule(*args, **rest))
+    reader = FeatureReader(target, IDS)
+    assert (reader.mode, reader.recurrent) == ("packed", "documents")
+    assert reader.reason == "with recurrent layers by cu_seqlens, its kernels ignore the bounds of documents"
+
+
 def joined(layout: Any) -> Any:
     """Two neighbours in a row become one document."""
     first, second, *rest = layout.documents
@@ -246,6 +257,14 @@ def test_inside_the_multimodal_class(multimodal, request, honoured, attention):
         assert apart(reader.read(batch).features, alone(target, batch)) < 1e-4
     finally:
         model.set_attn_implementation(before)
+
+
+def test_rows_that_hold_one_document_are_left_as_they_are(target_of):
+    info = target_of("llama").info
+    layout = document_layout(packed_batch(((9,), (), (20,)), 20), info)
+    assert arrangements("documents", layout, ()) == ()
+    assert arrangements("cu_seqlens", layout, ())[0].shape == (1, 32)  # one kernel for all batches
+    assert arrangements("cu_seqlens", document_layout(packed_batch(((), ()), 12), info), ()) == ()
 
 
 def test_a_batch_of_padding_only(target_of):
