@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.decoding.baselines import baseline_taus
+from slipstream.decoding.equipment import Equipment, equipped
 from slipstream.decoding.losslessness import compare_lossless
 from slipstream.decoding.plain import decode_plain
-from slipstream.decoding.prepared import Prepared, prepared
 from slipstream.decoding.proposer import DrafterProposer, Proposer, resolve_block_size
 from slipstream.decoding.responses import Decoded, Progress
 from slipstream.decoding.speculative import decode_speculative
@@ -127,7 +127,7 @@ def evaluate(
         return lambda finished, total: progress(offset + finished, 2 * total)
 
     limit = settings.max_new_tokens
-    with prepared(target, draft_model) as made:
+    with equipped(target, draft_model) as made:
         _warm_up(target, proposer, chosen, size, settings, options)
         plain = decode_plain(target, chosen, max_new_tokens=limit, progress=part(0), **options)
         spec = decode_speculative(
@@ -175,7 +175,7 @@ def evaluate(
             "prefill_seconds": spec.prefill_seconds,
             "baseline_prefill_seconds": plain.prefill_seconds,
             **_break_even(plain, spec),
-            **_preparation(target, made),
+            **_equipment(target, made),
         },
     )
 
@@ -201,7 +201,7 @@ def _break_even(plain: Decoded, spec: Decoded) -> dict[str, float | None]:
     }
 
 
-def _preparation(target: Target, made: Prepared) -> dict[str, Any]:
+def _equipment(target: Target, made: Equipment) -> dict[str, Any]:
     """Return in which way both runs went through the target's layers on a CPU; a GPU has its own kernels."""
     if target.device.type != "cpu":
         return {}

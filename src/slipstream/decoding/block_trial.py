@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from slipstream.decoding.acceptance import summarise
+from slipstream.decoding.equipment import equipped
 from slipstream.decoding.plain import decode_plain
-from slipstream.decoding.prepared import prepared
 from slipstream.decoding.proposer import DrafterProposer, resolve_block_size
 from slipstream.decoding.speculative import decode_speculative
 
@@ -102,7 +102,7 @@ def compare_block_sizes(
     runs = [PLAIN, *sizes]
     decoded: dict[int, list[list[Decoded]]] = {size: [[] for _ in batches] for size in runs}
     done, total = 0, REPEATS * len(batches) * len(runs)
-    with prepared(target, draft_model):
+    with equipped(target, draft_model):
         for repeat in range(REPEATS):
             for number, batch in enumerate(batches):
                 first = number * settings.batch_size

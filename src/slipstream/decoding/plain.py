@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from slipstream.decoding.equipment import equipped
 from slipstream.decoding.prefill import DecoderCall, prefill
-from slipstream.decoding.prepared import prepared
 from slipstream.decoding.responses import Decoded, Progress, Response, batches, check_prompts
 from slipstream.decoding.sampling import check_temperature, choose, uniforms
 from slipstream.decoding.steps import StepState
@@ -103,7 +103,7 @@ def decode_batches(
     """Check the prompts, decode them batch by batch with ``decode`` (to the end of each), and time it all.
 
     Plain and block decoding share it, so that both pay for the same things, and both have what makes them fast: the
-    target and ``network`` (a drafter) are prepared first, untimed.
+    target and ``network`` (a drafter) are equipped first, untimed.
     """
     check_prompts(prompts, target.info, max_new_tokens=max_new_tokens, batch_size=batch_size)
     call = DecoderCall(target)
@@ -116,7 +116,7 @@ def decode_batches(
         eos_ids=target.info.eos_ids,
         first_index=first_index,
     )
-    with on_device(target.device), prepared(target, network):
+    with on_device(target.device), equipped(target, network):
         clock.start()
         for batch in plan:
             for response in decode(call, batch, clock):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slipstream.decoding.prepared import short_blocks
+from slipstream.decoding.equipment import short_blocks
 from slipstream.errors import DecodingError
 from slipstream.target.families import text_config
 from slipstream.target.features import tap_layers

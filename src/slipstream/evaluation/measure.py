@@ -57,7 +57,7 @@ def evaluate_drafter(
     from slipstream.data.overlap import heldout_in_training, overlap_warning
     from slipstream.data.pack import build_dataset
     from slipstream.decoding.acceptance import evaluate
-    from slipstream.decoding.prepared import prepared
+    from slipstream.decoding.equipment import equipped
     from slipstream.drafter.store import load_drafter
     from slipstream.target.model import load_target
     from slipstream.training.heldout import read_prompts
@@ -84,7 +84,7 @@ def evaluate_drafter(
                 console.print(told, markup=False, style="yellow", soft_wrap=True)
         block_size = settings.block_size or config.block_size
         details["block_size_from"] = "evaluation.block_size" if settings.block_size else "training"
-        with prepared(target, draft_model.eval()):
+        with equipped(target, draft_model.eval()):
             if settings.compare_block_sizes:
                 comparison = _compare(target, draft_model, config, split, recipe, console)
                 block_size = comparison.chosen

@@ -1,4 +1,4 @@
-"""What decoding makes of a target and a drafter before the clock starts: once for all runs inside one context."""
+"""What a target and a drafter get before the clock starts: made once for all decoding runs inside one context."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class Equipment:
     """The short blocks of a target's recurrent layers, and "" or why its linear layers are as they were."""
 
     short_blocks: ShortBlocks
     linears: str
 
 
-_PREPARED: WeakKeyDictionary[nn.Module, Prepared] = WeakKeyDictionary()
+_EQUIPPED: WeakKeyDictionary[nn.Module, Equipment] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
-def prepared(target: Target, network: nn.Module | None = None) -> Iterator[Prepared]:
-    """Prepare ``target`` and ``network`` (a drafter) for decoding while entered. Weights must not change inside.
+def equipped(target: Target, network: nn.Module | None = None) -> Iterator[Equipment]:
+    """Equip ``target`` and ``network`` (a drafter) for decoding while entered. Weights must not change inside.
 
     On a CPU their linear layers are laid out for few rows and recurrent layers get short blocks; a GPU needs neither.
-    Entered again for the same target, only a network that is new is prepared. Thread-safe as the target is.
+    Entered again for the same target, only a network that is new is equipped. Thread-safe as the target is.
     """
-    found = _PREPARED.get(target.model)
+    found = _EQUIPPED.get(target.model)
     if found is not None:
         with packed_linears(network):
             yield found
         return
     with packed_linears(target.model, network) as reason:
-        made = _PREPARED[target.model] = Prepared(ShortBlocks(list(target.parts.layers)), reason)
+        made = _EQUIPPED[target.model] = Equipment(ShortBlocks(list(target.parts.layers)), reason)
         try:
             yield made
         finally:
-            del _PREPARED[target.model]
+            del _EQUIPPED[target.model]
 
 
 def short_blocks(target: Target) -> ShortBlocks:
-    """Return the short blocks that are prepared for ``target``, or new ones."""
-    found = _PREPARED.get(target.model)
+    """Return the short blocks that ``target`` is equipped with, or new ones."""
+    found = _EQUIPPED.get(target.model)
     return found.short_blocks if found is not None else ShortBlocks(list(target.parts.layers))

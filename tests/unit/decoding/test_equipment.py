@@ -1,4 +1,4 @@
-"""A target is prepared once for all runs inside a context, and is as it was outside."""
+"""A target is equipped once for all runs inside a context, and is as it was outside."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from slipstream.config import DrafterSettings
 from slipstream.decoding import packed
+from slipstream.decoding.equipment import equipped
 from slipstream.decoding.prefill import DecoderCall
-from slipstream.decoding.prepared import prepared
 from slipstream.decoding.speculative import decode_plain, generate_speculative
 from slipstream.drafter.config import resolve
 from slipstream.drafter.model import DraftModel
@@ -26,15 +26,15 @@ def pack_small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "LEAST_WEIGHTS", 1)
 
 
-def test_runs_inside_share_one_preparation(target_of: Callable[[str], Target], prompts: list[list[int]]) -> None:
+def test_runs_inside_share_one_equipment(target_of: Callable[[str], Target], prompts: list[list[int]]) -> None:
     target = target_of("qwen3_5")
     config = resolve(DrafterSettings(layers=1, block_size=5, target_layer_ids=(1, 4)), target.info, 300)
     model = DraftModel(config).eval()
-    with prepared(target) as made:
+    with equipped(target) as made:
         inside, own = changed(target.model), changed(model)
         assert inside > 40
         assert own == 0
-        with prepared(target, model) as again:
+        with equipped(target, model) as again:
             assert again is made
             assert changed(model) > 5
         assert (changed(target.model), changed(model)) == (inside, 0)
@@ -51,14 +51,14 @@ def test_runs_inside_share_one_preparation(target_of: Callable[[str], Target], p
 
 def test_what_fails_inside_leaves_no_trace(target_of: Callable[[str], Target]) -> None:
     target = target_of("qwen3_5")
-    with pytest.raises(KeyError), prepared(target):
+    with pytest.raises(KeyError), equipped(target):
         raise KeyError
     assert changed(target.model) == 0
-    with prepared(target) as made:
+    with equipped(target) as made:
         assert made.linears == ""
 
 
-def test_answers_are_the_same_prepared_or_not(
+def test_answers_are_the_same_with_every_layer_laid_out(
     target_of: Callable[[str], Target],
     answers_of: Callable[[str], list[list[int]]],
     prompts: list[list[int]],
