@@ -15,7 +15,7 @@ from slipstream.errors import TargetError
 from slipstream.target import families
 from slipstream.target.digest import directory_digest
 from slipstream.target.families import DecoderParts, locate_decoder, text_config
-from slipstream.target.quiet import quiet_loading
+from slipstream.target.quiet import quiet_loading, without_kernel_advice
 from slipstream.target.source import (
     local_directory,
     read_config,
@@ -129,6 +129,8 @@ def load_target(
     Thread-safe: loads are serialised. Raises TargetError for whatever cannot be a target: a missing path, no causal
     language model, missing or misshapen weights, no tokenizer, features that depend on later tokens.
     """
+    if device.type == "cpu":
+        without_kernel_advice()
     with quiet_loading():
         directory = local_directory(config)
         model_config = read_config(directory, config)

@@ -14,13 +14,30 @@ Exception and more. It guards such calls only, and a TargetError is always raise
 # from_pretrained changes torch's default dtype and the progress-bar switch, both of them global to the process.
 _LOADING = threading.RLock()
 
+_REFERENCE_KERNEL = "is falling back to its reference PyTorch implementation"
 _ADVICE = (
-    "is falling back to its reference PyTorch implementation",
+    _REFERENCE_KERNEL,
     "LOAD REPORT",  # the caller reads the same facts from output_loading_info and reports them
     "The fast path is not available",
     "`torch_dtype` is deprecated",
     "Special tokens have been added in the vocabulary",
 )
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return _REFERENCE_KERNEL not in record.getMessage()
+
+
+def without_kernel_advice() -> None:
+    """Drop transformers' advice to install faster kernels, for good: on a CPU its own are the only ones. Thread-safe.
+
+    It is given at the first forward, long after loading. On a GPU, where it matters, it stays.
+    """
+    from transformers.utils import logging as hf_logging
+
+    for handler in hf_logging.get_logger("transformers").handlers:
+        if _is_no_advice not in handler.filters:
+            handler.addFilter(_is_no_advice)
 
 
 class _HoldBack(logging.Filter):

@@ -7,7 +7,7 @@ import threading
 import pytest
 from transformers.utils import logging as hf_logging
 
-from slipstream.target.quiet import quiet_loading
+from slipstream.target.quiet import quiet_loading, without_kernel_advice
 
 
 @pytest.fixture
@@ -34,6 +34,18 @@ def test_warnings_pass_and_advice_does_not(heard):
     assert heard == ["rope scaling is not understood"]
     logger.warning(advice)
     assert heard[1:] == [advice]
+
+
+def test_advice_about_kernels_can_be_dropped_for_good(heard):
+    logger = hf_logging.get_logger("transformers.test")
+    for _ in range(2):
+        without_kernel_advice()
+    logger.warning("`x` is falling back to its reference PyTorch implementation because `y` is not installed.")
+    logger.warning("rope scaling is not understood")
+    assert heard == ["rope scaling is not understood"]
+    for handler in logging.getLogger("transformers").handlers:
+        assert len([f for f in handler.filters if getattr(f, "__name__", "") == "_is_no_advice"]) == 1
+        handler.filters.clear()
 
 
 @pytest.mark.parametrize("shown", [True, False])
