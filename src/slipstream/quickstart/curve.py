@@ -61,7 +61,8 @@ def print_curves(curves: Mapping[str, Sequence[CurvePoint]], console: Console, *
     if not shown:
         return
     top = max(p.tau for points in shown.values() for p in points)
-    table = Table(title="learning curve: decoded tau on held-out prompts while training", title_justify="left")
+    console.print("learning curve: decoded tau on held-out prompts while training")
+    table = Table()
     for name in shown:
         table.add_column(f"{name}\nminutes", justify="right")
         table.add_column("\ntokens", justify="right")
