@@ -17,8 +17,14 @@ ORIGINS = ("description", "module", "class", "function")
 
 
 def wheels_of(role: str, folders: list[Path]) -> Iterator[tuple[str, Path]]:
-    """The audited wheels of a role that lie in the folders, whatever is missing left out; their digests are checked."""
-    found = present([row for row in read_table() if row.role == role], folders)
+    """The audited wheels of a role that lie in the folders, their digests checked; what is missing is told."""
+    rows = [row for row in read_table() if row.role == role]
+    found = present(rows, folders)
+    if len(found) < len(rows):
+        told = (
+            f"{role}: {len(rows) - len(found)} of {len(rows)} wheels are not here, so their descriptions are left out"
+        )
+        print(f"{told}, and the prompts are others; name their folder with --wheels", file=sys.stderr)
     yield from sorted(found.items())
 
 

@@ -323,6 +323,11 @@ def test_passages_are_prose() -> None:
         assert not list(passages_of("flask", "module", spoiled)), spoiled
 
 
+def test_missing_wheels_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not list(text_prompts.wheels_of("heldout", [tmp_path]))
+    assert "heldout: 12 of 12 wheels are not here" in capsys.readouterr().err
+
+
 def test_written_rows_and_manifest(built: Any, tmp_path: Path) -> None:
     splits, refused = built
     few = {split: prompts[:200] for split, prompts in splits.items()}
