@@ -186,15 +186,21 @@ def _tokens(decoded: Decoded) -> int:
 
 
 def _break_even(plain: Decoded, spec: Decoded) -> dict[str, float | None]:
-    """Return an estimate of the tau at which block decoding is as fast as plain decoding.
+    """Return an estimate of the tau at which block decoding is as fast as plain decoding, and the speed-up after it.
 
-    It is the cost of a draft-verify round over the cost of a plain step, each per row that took part and without
-    prefill, so rows that finished early weigh in neither. None where a run had no step.
+    ``break_even_tau`` is the cost of a draft-verify round over the cost of a plain step, each per row that took part
+    and without prefill, so rows that finished early weigh in neither. ``speedup_after_prefill``: the ratio of tokens
+    per second once the prompts are read, which both runs do alike; short answers to long prompts hide it in the
+    speed-up as a whole. None where a run had no step.
     """
     if not (plain.row_rounds and spec.row_rounds):
-        return {"round_milliseconds": None, "plain_step_milliseconds": None, "break_even_tau": None}
+        names = ("round_milliseconds", "plain_step_milliseconds", "break_even_tau", "speedup_after_prefill")
+        return dict.fromkeys(names)
     costs = [(d.seconds - d.prefill_seconds) / d.row_rounds for d in (plain, spec)]
+    # The prefill's own tokens are left out, one a response.
+    speeds = [(_tokens(d) - len(d.generations)) / (d.seconds - d.prefill_seconds) for d in (plain, spec)]
     return {
+        "speedup_after_prefill": speeds[1] / speeds[0] if speeds[0] > 0 else None,
         "round_milliseconds": 1e3 * (spec.seconds - spec.prefill_seconds) / spec.rounds,
         "plain_step_milliseconds": 1e3 * (plain.seconds - plain.prefill_seconds) / plain.rounds,
         "break_even_tau": costs[1] / costs[0] if costs[0] > 0 else None,
@@ -207,7 +213,7 @@ def _equipment(target: Target, made: Equipment) -> dict[str, Any]:
         return {}
     blocks = made.short_blocks
     return {
-        "linear_layers": made.linears or "laid out for few rows",
+        "linear_layers": made.linears or "laid out once",
         "recurrent_layers": blocks.refused or ("short blocks" if blocks.proven else "own forward"),
     }
 

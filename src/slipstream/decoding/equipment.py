@@ -32,7 +32,7 @@ _EQUIPPED: WeakKeyDictionary[nn.Module, Equipment] = WeakKeyDictionary()
 def equipped(target: Target, network: nn.Module | None = None) -> Iterator[Equipment]:
     """Equip ``target`` and ``network`` (a drafter) for decoding while entered. Weights must not change inside.
 
-    On a CPU their linear layers are laid out for few rows and recurrent layers get short blocks; a GPU needs neither.
+    On a CPU their linear layers are laid out once and recurrent layers get short blocks; a GPU needs neither.
     Entered again for the same target, only a network that is new is equipped. Thread-safe as the target is.
     """
     found = _EQUIPPED.get(target.model)

@@ -1,8 +1,9 @@
-"""Linear layers laid out for a few rows at a time, which is what decoding on a CPU spends its time in.
+"""Linear layers whose weights are laid out once, not in every call: what decoding on a CPU spends its time in.
 
 A float32 product of 2 to 64 rows spends a third to a half of its time in rearranging the weight, which the library does
-anew in every call. oneDNN also takes a weight that was rearranged once. The products are the same up to the order of
-their sums; each layer proves it on a few rows before it is used, and stays as it is where it cannot.
+anew in every call, and a prompt's still a tenth. oneDNN also takes a weight that was rearranged once. The products are
+the same up to the order of their sums; each layer proves it on a few rows before it is used, and stays as it is where
+it cannot.
 
 Plain and block decoding both run so, the drafter too: a speed-up is a ratio of two runs that had the same advantages.
 """
@@ -18,9 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-MOST_ROWS = 512
-"""Above it the weight's rearrangement no longer shows, and the layer's own way is taken."""
 
 LEAST_WEIGHTS = 2**16
 """A smaller layer is done before oneDNN has found its kernel (some 10 microseconds a call); it stays as it is."""
@@ -54,7 +52,7 @@ def packed_linears(*models: nn.Module | None) -> Iterator[str]:
 
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Forward:
-    """Return ``x -> x @ weight.T + bias`` of float32 ``weight [N, K]`` on the CPU, for x ``[..., K]`` of few rows.
+    """Return ``x -> x @ weight.T + bias`` of float32 ``weight [N, K]`` on the CPU, for x ``[..., K]``.
 
     Raises RuntimeError where this build of torch has no such product, or where it is not the one it stands for.
     """
@@ -108,13 +106,11 @@ def _replace(layers: Sequence[Any], changed: list[Any]) -> str:
 
 
 def _forward(genuine: Forward, product: Forward) -> Forward:
-    """Return the forward that takes ``product`` for few float32 rows, and the layer's own way for any other input."""
+    """Return the forward that takes ``product`` for float32 without gradient, and the layer's own way otherwise."""
 
     def forward(x: Tensor) -> Tensor:
-        few = x.dtype == torch.float32 and 0 < x.numel() <= MOST_ROWS * x.shape[-1]
-        if few and not torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled():
-            return product(x)
-        return genuine(x)
+        plain = x.dtype == torch.float32 and x.numel() > 0 and not torch.is_autocast_enabled("cpu")
+        return product(x) if plain and not torch.is_grad_enabled() else genuine(x)
 
     return forward
 

@@ -107,12 +107,10 @@ class ShortBlock:
         return output, Pieces(inputs, keys, updates.flatten(1, 2), decays)
 
 
-def advance_blocks(
-    pieces: Sequence[Pieces], states: Sequence[Tensor], counts: Sequence[int]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Move each layer's ``states [R, V, D, E]`` in place over the first ``counts[r]`` tokens, and return them.
+def advance_blocks(pieces: Sequence[Pieces], states: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+    """Move each layer's ``states [R, V, D, E]`` in place over its pieces' first ``counts[r]`` tokens in row r.
 
-    Also returns the convolution states ``[R, X, W]`` after them, as views of the pieces. Counts are 0 .. Q, not all 0.
+    Returns the layers' convolution states ``[R, X, W]`` after them, as views. Counts are 0 .. Q, not all of them 0.
     """
     fewest, most = min(counts), max(counts)
     decays = torch.stack([p.decays[..., :most] for p in pieces])
@@ -126,6 +124,8 @@ def advance_blocks(
         end = decays.gather(-1, last.expand(len(pieces), -1, -1, -1)) * (at > 0)[:, None, None]
         weights = torch.where(kept, end - decays, -torch.inf).exp()
     keep = end.exp()[..., None]
+    width = pieces[0].inputs.shape[1] - pieces[0].decays.shape[-1]
+    rows, tail = torch.arange(len(counts))[:, None], at[:, None] + torch.arange(width)
     conv = []
     for p, state, whole, share in zip(pieces, states, keep, weights, strict=True):
         heads = (*p.keys.shape[:2], -1)
@@ -136,13 +136,9 @@ def advance_blocks(
             state.flatten(0, 1).addcmul_(keys.transpose(1, 2), updates)
         else:
             state.flatten(0, 1).baddbmm_(keys.transpose(1, 2), updates)
-        width = p.inputs.shape[1] - p.decays.shape[-1]
-        if fewest == most:
-            tail = p.inputs[:, most : most + width]
-        else:
-            tail = p.inputs[torch.arange(len(counts))[:, None], at[:, None] + torch.arange(width)]
-        conv.append(tail.transpose(1, 2))
-    return conv, list(states)
+        kept_inputs = p.inputs[:, most : most + width] if fewest == most else p.inputs[rows, tail]
+        conv.append(kept_inputs.transpose(1, 2))
+    return conv
 
 
 @functools.lru_cache(maxsize=64)
@@ -152,7 +148,7 @@ def _later(length: int) -> Tensor:
 
 
 def _product(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the product with ``weight``, rearranged for few rows where that is possible."""
+    """Return the product with ``weight``, rearranged once where that is possible."""
     try:
         return pack(weight)
     except (AttributeError, RuntimeError):

@@ -126,7 +126,7 @@ class ShortPass:
         if not any(counts):  # every row is dropped next
             return True
         numbers = list(self.shared.blocks)
-        conv, _ = advance_blocks([self._pieces[n] for n in numbers], [self._states(n)[1] for n in numbers], counts)
+        conv = advance_blocks([self._pieces[n] for n in numbers], [self._states(n)[1] for n in numbers], counts)
         for number, tail in zip(numbers, conv, strict=True):
             self._cache.layers[number].conv_states[0] = tail
         self._pieces = {}
@@ -140,7 +140,7 @@ class ShortPass:
             self.shared.refuse("not every one of them is called with the cache")
             return
         states = [before[n][1].clone() for n in numbers]
-        conv, _ = advance_blocks([self._pieces[n] for n in numbers], states, [self._length] * rows)
+        conv = advance_blocks([self._pieces[n] for n in numbers], states, [self._length] * rows)
         for number, mine, state in zip(numbers, conv, states, strict=True):
             its_conv, its_state = self._states(number)
             self._differences += [difference(mine, its_conv), difference(state, its_state)]

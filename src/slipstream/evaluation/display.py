@@ -173,11 +173,14 @@ def print_result(result: EvalResult, console: Console) -> None:
         )
     for line in losslessness(result):
         console.print(line, markup=False, soft_wrap=True)
-    speedup = result.as_json()["speedup"]
+    speedup, after = result.as_json()["speedup"], result.details.get("speedup_after_prefill")
     console.print(
         f"speed: {result.tokens_per_second:.1f} tokens/s with the drafter, "
-        f"{result.baseline_tokens_per_second:.1f} without" + ("" if speedup is None else f": {speedup:.2f} x"),
+        f"{result.baseline_tokens_per_second:.1f} without"
+        + ("" if speedup is None else f": {speedup:.2f} x")
+        + ("" if after is None else f" (once the prompts are read: {after:.2f} x)"),
         markup=False,
+        soft_wrap=True,
     )
     if (even := result.details.get("break_even_tau")) is not None:
         console.print(

@@ -87,6 +87,8 @@ def test_evaluate_fills_every_number(
     assert set(tree["baselines"]) == {"bigram", "trigram", "prompt_lookup", "lookup_bigram"}
     assert tree["speedup"] == pytest.approx(tree["tokens_per_second"] / tree["baseline_tokens_per_second"])
     assert tree["break_even_tau"] > 0
+    assert tree["speedup_after_prefill"] > 0
+    assert (tree["trained_block_size"], tree["baselines_block_size"]) == (4, 4)
     assert 1.0 <= tree["tau_all_passes"] <= tree["tau"] + 1e-9
     assert tree["target_dtype"] == "float32"
     assert tree["rounding_noise"] is None

@@ -49,7 +49,7 @@ def test_it_equals_the_modules_own_forward(rows: int, length: int, target_of: Ca
     its, its_conv, its_state = run_module(module, cache, hidden)
     torch.testing.assert_close(output, its, atol=1e-4, rtol=1e-4)
     mine = state.clone()
-    (mine_conv,), _ = advance_blocks([pieces], [mine], [length] * rows)
+    (mine_conv,) = advance_blocks([pieces], [mine], [length] * rows)
     torch.testing.assert_close(mine_conv, its_conv, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(mine, its_state, atol=1e-5, rtol=1e-4)
 
@@ -63,8 +63,7 @@ def test_every_count_gives_the_state_of_the_kept_tokens_alone(
     hidden = hidden_of(3, 5)
     _, pieces = ShortBlock(module).forward(hidden, conv, state)
     mine = state.clone()
-    (mine_conv,), (same,) = advance_blocks([pieces], [mine], counts)
-    assert same is mine
+    (mine_conv,) = advance_blocks([pieces], [mine], counts)
     for row, count in enumerate(counts):
         if count == 0:
             torch.testing.assert_close((mine_conv[row], mine[row]), (conv[row], state[row]), atol=0, rtol=0)

@@ -64,7 +64,7 @@ def test_sizes_are_tried_and_the_fastest_is_used(place: Path) -> None:
     assert (record["prompts"], comparison["prompts"], comparison["separate"]) == (18, 8, True)
     assert len(record["histogram"]) == best
     assert record["lossless"]["equal"] == 18
-    assert (record["linear_layers"], record["recurrent_layers"]) == ("laid out for few rows", "short blocks")
+    assert (record["linear_layers"], record["recurrent_layers"]) == ("laid out once", "short blocks")
     assert "after trying blocks of 3, 6 and 2" in told
     assert "trying blocks of 3, 6 and 2 on 8 prompts" in told
     assert f"block {best} is used: " in told
