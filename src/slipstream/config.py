@@ -165,7 +165,7 @@ class TrainingConfig:
     decay_ratio: float = 0.2
     """wsd: share of the steps that decays."""
     weight_decay: float = 0.0
-    """Weight decay, on matrices only: a step takes this share, times the learning rate, off each."""
+    """Weight decay, on matrices only: a step takes this share, times their learning rate, off each."""
     beta1: float = 0.9
     """AdamW beta1."""
     beta2: float = 0.95

@@ -58,6 +58,7 @@ def stop_at_fault(
             tensors[f"{index}.draw{draw}.anchors"] = blocks.anchors.cpu()
         for name in ("ids", "loss_mask", "document_ids", "positions"):
             tensors[f"{index}.{name}"] = getattr(features.batch, name).cpu()
+    rate = "muon_learning_rate" if training.optimizer == "muon" else "learning_rate"
     number = fault.step + 1  # as metrics count: finished steps
     place, again = directory / f"not-finite-step-{number}", 1
     while place.exists():
@@ -80,6 +81,6 @@ def stop_at_fault(
     except Exception as error:  # a full disk must not hide why the run stopped
         saved = f"saving them to {place} failed: {error}"
     return TrainingError(
-        f"step {number}: {what}; {saved}; look at those rows, or lower training.learning_rate or training.clip_norm, "
-        "in another run (drafter.warm_start takes a checkpoint's drafter)"
+        f"step {number}: {what}; {saved}; look at those rows, or lower training.{rate} or training.clip_norm, in "
+        "another run (drafter.warm_start takes a checkpoint's drafter)"
     )

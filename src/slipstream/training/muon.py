@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,15 @@ def orthogonalise(matrices: Tensor) -> Tensor:
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
+
+
+def orthogonalisation_flops(shapes: Iterable[Sequence[int]]) -> int:
+    """Return the floating-point operations of NS for all matrices among the shapes: what Muon adds to each step.
+
+    Of a matrix n by m, n <= m, an iteration multiplies (n, m) by (m, n), (n, n) by itself, and (n, n) by (n, m).
+    """
+    sides = (sorted(shape) for shape in shapes if len(shape) == 2)
+    return sum(ITERATIONS * (4 * n * n * m + 2 * n**3) for n, m in sides)
 
 
 def batches(matrices: Sequence[nn.Parameter], elements: int = BATCH_ELEMENTS) -> list[list[nn.Parameter]]:

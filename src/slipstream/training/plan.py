@@ -19,6 +19,7 @@ from slipstream.target.model import TargetInfo
 from slipstream.target.source import resolve_dtype
 from slipstream.training.hardware import resolve_attention, resolve_device, resolve_precision
 from slipstream.training.heldout import heldout_prompts, overlap
+from slipstream.training.muon import orthogonalisation_flops
 from slipstream.training.optimizer import state_bytes
 from slipstream.training.session import resolve_anchors, resolve_drafter, resolve_steps
 from slipstream.training.step import resolve_step_settings
@@ -93,7 +94,7 @@ def plan(recipe: Recipe) -> dict[str, Any]:
         f"{training.anchors} anchors a row",
         "tokens per step": f"up to {training.accumulation * training.rows * dataset.row_length:,}",
         "steps": "until the time is used up" if steps is None else f"{steps:,}",
-        "optimizer": _optimizer(training),
+        "optimizer": _optimizer(training, shapes),
         "schedule": f"{training.schedule}, warm-up {training.warmup_ratio:.0%}",
     }
     out["held-out prompts"] = f"{len(prompts):,} decoded while training" if prompts else "none decoded while training"
@@ -114,11 +115,13 @@ def _labels(training: TrainingConfig) -> str:
     return f"soft: the target's distribution{rest}"
 
 
-def _optimizer(training: TrainingConfig) -> str:
+def _optimizer(training: TrainingConfig, shapes: list[tuple[int, ...]]) -> str:
     peak = f"peak {training.learning_rate:g}"
-    if training.optimizer == "muon":
-        return f"muon for matrices, peak {training.muon_learning_rate:g}; adamw for norms, {peak}"
-    return f"adamw, {peak}"
+    if training.optimizer == "adamw":
+        return f"adamw, {peak}"
+    # Told because it is as much for a small step as for a large one.
+    cost = f"{orthogonalisation_flops(shapes) / 1e12:.3g} TFLOP a step"
+    return f"muon for matrices, peak {training.muon_learning_rate:g}, {cost}; adamw for norms, {peak}"
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -142,7 +145,8 @@ def memory_estimate(
     ``weight_bytes``: the drafter's weights, gradients and optimizer state, float32: 16 bytes a parameter with AdamW, 12
     for a matrix with Muon.
     Activations are those that autograd keeps for the drafter's blocks and context; the target's own peak is a few
-    layers' worth and is not counted. The estimate leaves out the allocator's slack.
+    layers' worth and is not counted, nor what an update needs when they are gone. The estimate leaves out the
+    allocator's slack.
     """
     rows, hidden = training.rows, config.hidden_size
     context = rows * row_length

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from slipstream.config import TrainingConfig
 from slipstream.drafter.model import DraftModel
 from slipstream.training import muon
-from slipstream.training.muon import MuonAdamW, batches, orthogonalise
+from slipstream.training.muon import MuonAdamW, batches, orthogonalisation_flops, orthogonalise
 from slipstream.training.optimizer import build_optimizer
 from support.drafting import normal, tiny_drafter_config
 
@@ -107,6 +108,14 @@ def test_results_do_not_depend_on_the_batches(monkeypatch: pytest.MonkeyPatch):
     for other in runs[1:]:
         for a, b in zip(runs[0], other, strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_the_operations_are_counted_as_they_are_made():
+    shapes = [(12, 8), (8, 12), (16, 16), (5,)]
+    with FlopCounterMode(display=False) as counter:
+        for shape in shapes[:3]:
+            orthogonalise(torch.ones(1, *shape))
+    assert orthogonalisation_flops(shapes) == counter.get_total_flops()
 
 
 class Products(TorchDispatchMode):
