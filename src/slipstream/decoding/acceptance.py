@@ -133,14 +133,15 @@ def evaluate(
         spec = decode_speculative(
             target, proposer, chosen, block_size=size, max_new_tokens=limit, progress=part(len(chosen)), **options
         )
+        # With the same equipment, since rounding is to be measured as the runs had it.
+        lossless = compare_lossless(
+            plain.generations,
+            spec.generations,
+            target=target,
+            temperature=settings.temperature,
+            batch_size=min(settings.batch_size, len(chosen)),
+        )
     accepted = summarise(spec.generations, size)
-    lossless = compare_lossless(
-        plain.generations,
-        spec.generations,
-        target=target,
-        temperature=settings.temperature,
-        batch_size=min(settings.batch_size, len(chosen)),
-    )
     answers = [g.output_ids for g in plain.generations]
     return EvalResult(
         tau=accepted.tau,

@@ -40,7 +40,8 @@ def equipped(target: Target, network: nn.Module | None = None) -> Iterator[Equip
         with packed_linears(network):
             yield found
         return
-    with packed_linears(target.model, network) as reason:
+    # Not the whole model: a multimodal one has layers that no text goes through.
+    with packed_linears(target.parts.decoder, target.parts.lm_head, network) as reason:
         made = _EQUIPPED[target.model] = Equipment(ShortBlocks(list(target.parts.layers)), reason)
         try:
             yield made
