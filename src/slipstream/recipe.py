@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import itertools
 import os
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -183,7 +184,9 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     except SystemExit:
         lines = [line.strip(" │|╭╮╰╯─-+") for line in (stderr.getvalue() + stdout.getvalue()).splitlines()]
         lines = [line for line in lines if line and not line.endswith(("error", "options", "arguments"))]
-        reason = lines[0] if lines else " ".join(overrides)
+        help_begins = ("Argument helptext", "For full helptext")
+        told = list(itertools.takewhile(lambda line: not line.startswith(help_begins), lines))
+        reason = f"{told[0]}: {' '.join(told[1:])}" if len(told) > 1 else " ".join(told or overrides)
         raise ConfigError(f"bad override: {reason}") from None
 
 

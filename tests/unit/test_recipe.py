@@ -84,6 +84,10 @@ def test_a_missing_recipe_is_named() -> None:
         (["--training.stepz", "3"], "Did you mean training.steps?"),
         (["--training.steps", "x"], "--training.steps"),
         (["--training.steps"], "Missing argument"),
+        (
+            ["--training.optimizer", "lion"],
+            "'lion' for argument '--training.optimizer'. Expected one of ('adamw', 'muon')",
+        ),
         (["stray"], "stray"),
         (["--steps", "3"], "Did you mean training.steps?"),
         (["--training.steps", "-4"], "training.steps is -4"),
