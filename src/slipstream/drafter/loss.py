@@ -149,7 +149,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
             logits.sub_(top)
             fitted = right  # sum over v of label_v * logit_v
             if soft is not None:
-                wanted = soft.head(soft.states[soft.source.view(-1)[rows]]).float()
+                wanted = soft.head(soft.states[soft.source.reshape(-1)[rows]]).float()
                 wanted.sub_(wanted.amax(-1, keepdim=True)).exp_()
                 scale = share / wanted.sum(-1, keepdim=True)  # share * p is wanted * scale
                 fitted = _row_products(wanted, logits) * scale + (1 - share) * right

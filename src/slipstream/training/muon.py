@@ -93,9 +93,8 @@ class MuonAdamW(torch.optim.Optimizer):
         super().__init__([{"params": list(matrices)}], settings)
         self.adamw = torch.optim.AdamW(list(others), lr=learning_rate, betas=betas, weight_decay=0.0, fused=True)
         self.adamw.state = self.state
-        self.param_groups.extend(
-            self.adamw.param_groups
-        )  # the same dictionaries: a learning rate set here is set there
+        # The same dictionaries: a learning rate that is set here is set there.
+        self.param_groups.extend(self.adamw.param_groups)
         self.precision = precision or (torch.bfloat16 if matrices[0].is_cuda else torch.float32)
         self._batches = batches(matrices)
 
