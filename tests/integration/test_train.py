@@ -199,26 +199,27 @@ def test_warm_start_begins_from_those_weights_and_refuses_another_shape(root: Pa
         quiet_train(tiny_recipe(root, tmp_path / "c", drafter__warm_start=first.drafter, drafter__layers=1))
 
 
+@pytest.mark.parametrize("options", [{}, {"training__optimizer": "muon", "training__labels": "soft"}])
 def test_a_loss_that_is_not_finite_stops_with_the_batch_and_state_saved(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
 ):
     real = loop.training_step
 
-    def poisoned(draft_model: Any, embed: Any, head: Any, features: Any, *args: Any, **kwargs: Any) -> Any:
+    def poisoned(draft_model: Any, embed: Any, head_weight: Any, features: Any, *args: Any, **kwargs: Any) -> Any:
         if features.batch.index == 5:
             features.features[0, 3, 0] = float("nan")
-        return real(draft_model, embed, head, features, *args, **kwargs)
+        return real(draft_model, embed, head_weight, features, *args, **kwargs)
 
     monkeypatch.setattr(loop, "training_step", poisoned)
     monkeypatch.setattr("slipstream.training.fault.training_step", poisoned)
     run = tmp_path / "run"
-    recipe = tiny_recipe(
-        root, run, training__steps=6, training__accumulation=2, training__checkpoint_every=1, training__log_every=1
-    )
+    steps = {"training__steps": 6, "training__accumulation": 2, "training__checkpoint_every": 1}
+    recipe = tiny_recipe(root, run, **steps, training__log_every=1, **options)
     with pytest.raises(TrainingError) as caught:
         quiet_train(recipe)
     message = str(caught.value)
     place = run / "not-finite-step-3"
+    assert f"lower training.{'muon_' if options else ''}learning_rate" in message
     assert "step 3: the loss of micro-batch 5 is not finite" in message
     assert str(place) in message
     assert "\n" not in message
