@@ -12,7 +12,13 @@ from torch import Tensor
 
 from slipstream.decoding.delta_rule import advance
 from slipstream.decoding.prefill import DecoderCall, prefill
-from slipstream.decoding.short_block import Pieces, ShortBlock, advance_blocks, suits_short_block
+from slipstream.decoding.short_block import (
+    Pieces,
+    ShortBlock,
+    advance_blocks,
+    solve_unit_lower,
+    suits_short_block,
+)
 from slipstream.target.model import Target
 
 
@@ -128,3 +134,28 @@ def test_what_does_not_suit_is_told(target_of: Callable[[str], Target]) -> None:
     other = copy.deepcopy(module)
     del other.in_proj_z
     assert not suits_short_block(other)
+    other = copy.deepcopy(module)
+    other.norm = torch.nn.LayerNorm(other.head_v_dim)
+    assert not suits_short_block(other)
+
+
+@pytest.mark.parametrize("length", [2, 3, 4, 7, 8, 16, 17])
+@pytest.mark.parametrize("systems", [1, 40])
+def test_many_small_systems_are_solved_as_one_is(systems: int, length: int) -> None:
+    """What stands on the diagonal and above it is not read, by either way."""
+    generator = torch.Generator().manual_seed(length)
+    keys = torch.nn.functional.normalize(torch.randn(systems, length, 8, generator=generator), dim=-1)
+    system = keys @ keys.transpose(-1, -2) + torch.full((length, length), 7.0).triu()
+    right = torch.randn(systems, length, 5, generator=generator)
+    below = system.tril(-1).double() + torch.eye(length, dtype=torch.float64)
+    expected = torch.linalg.solve(below, right.double()).float()
+    torch.testing.assert_close(solve_unit_lower(system, right), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_keys_that_are_all_alike_are_the_worst_case_and_still_solved() -> None:
+    for length in (8, 16):
+        right = torch.randn(40, length, 5, generator=torch.Generator().manual_seed(0))
+        below = torch.ones(length, length).tril().double().expand(40, -1, -1)
+        expected = torch.linalg.solve(below, right.double()).float()
+        found = solve_unit_lower(torch.ones(40, length, length), right)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
