@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from slipstream.config import DrafterSettings, EvaluationConfig
+from slipstream.decoding import acceptance
 from slipstream.decoding.acceptance import evaluate, summarise
 from slipstream.decoding.responses import SpeculativeGeneration
 from slipstream.drafter.config import resolve
@@ -93,3 +95,22 @@ def test_evaluate_fills_every_number(
     assert tree["target_dtype"] == "float32"
     assert tree["rounding_noise"] is None
     assert finished == [(n, 8) for n in range(1, 9)]
+
+
+def test_the_free_drafters_have_the_drafters_block(
+    target_of: Callable[[str], Target], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_of("qwen3")
+    config = resolve(DrafterSettings(layers=1, block_size=8, target_layer_ids=(1, 4)), target.info, 300)
+    seen: list[int] = []
+
+    def spy(chosen: Any, answers: Any, tables: Any, block_size: int) -> dict[str, float]:
+        seen.append(block_size)
+        return {}
+
+    monkeypatch.setattr(acceptance, "baseline_taus", spy)
+    settings = EvaluationConfig(max_new_tokens=6, max_prompts=2)
+    for block_size, expected in ((None, 8), (3, 3)):
+        result = evaluate(target, DraftModel(config), config, prompts, settings, block_size=block_size)
+        assert (result.block_size, len(result.histogram), seen.pop()) == (expected, expected, expected)
+        assert result.details["baselines_block_size"] == expected
