@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli import build_parser, main
+from slipstream.quickstart.settings import packaged_recipe
 from slipstream.recipe import known_keys
 from slipstream.usage import has_effect
 
@@ -118,7 +119,7 @@ def test_help_of_train_shows_allowed_words_and_kinds(capsys: pytest.CaptureFixtu
 def test_help_of_quickstart_shows_its_own_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of("quickstart", capsys)
     assert "--run.directory TEXT (default runs/quickstart)" in text
-    assert "--training.max_minutes X (default 3)" in text
+    assert f"--training.max_minutes X (default {packaged_recipe().training.max_minutes:g})" in text
     assert "--data.train TEXT ... (default answers_train.jsonl.gz)" in text
     assert "--resume" in text
 
