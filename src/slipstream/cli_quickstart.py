@@ -31,13 +31,13 @@ def add_quickstart(commands: Commands[Parser]) -> None:
         _quickstart,
         "the whole line on a small real model: train, measure, export",
         """
-        Trains a drafter from scratch for the embedded target (a few minutes on a CPU), evaluates it beside the
-        drafter that was trained on a GPU and is shipped, and exports it, all into runs/quickstart. An earlier
+        Trains a drafter from scratch for a small target (a few minutes on a CPU), evaluates it, beside the drafter
+        that was trained on a GPU where one is shipped, and exports it, all into runs/quickstart. An earlier
         runs/quickstart is renamed, never deleted.
           slipstream quickstart
-          slipstream quickstart --target smollm2       the same for SmolLM2-135M-Instruct, a public model
-          slipstream quickstart --from shipped --prompts mine.jsonl
-              the target answers your prompts, and the shipped drafter is trained on with them
+          slipstream quickstart --target smollm2       SmolLM2-135M-Instruct, a public model
+          slipstream quickstart --prompts mine.jsonl   the target answers your prompts, and they are trained on
+          slipstream quickstart --from shipped         a drafter that is shipped is trained on
           slipstream quickstart --resume               go on with one that was interrupted
         """,
     )
