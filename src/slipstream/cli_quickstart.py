@@ -16,9 +16,13 @@ def _quickstart(args: argparse.Namespace, overrides: list[str]) -> int:
 
     if args.resume:
         refuse_idle_settings(overrides, "quickstart --resume")
-        if args.prompts or args.start != "scratch":
-            raise ConfigError("--resume goes on with what the run began with: leave out --from and --prompts")
-    choice = Choice(pair=args.target, start=args.start, prompts=given_path(args.prompts, "--prompts"))
+        if args.target or args.start or args.prompts:
+            raise ConfigError("--resume goes on with what the run began with: leave out --target, --from and --prompts")
+    choice = Choice(
+        pair=args.target or pairs()[0],
+        start=args.start or "scratch",
+        prompts=given_path(args.prompts, "--prompts"),
+    )
     quickstart(overrides, choice=choice, resume=args.resume, dry_run=args.dry_run, console=console())
     return 0
 
@@ -41,12 +45,11 @@ def add_quickstart(commands: Commands[Parser]) -> None:
           slipstream quickstart --resume               go on with one that was interrupted
         """,
     )
-    sub.add_argument("--target", choices=pairs(), default=pairs()[0], help="which pair (default %(default)s)")
+    sub.add_argument("--target", choices=pairs(), help=f"which pair (default {pairs()[0]})")
     sub.add_argument(
         "--from",
         dest="start",
         choices=("scratch", "shipped"),
-        default="scratch",
         help="where the drafter starts (default scratch)",
     )
     sub.add_argument("--prompts", metavar="FILE", default=None, help="train on your own prompts, a tenth held out")

@@ -79,12 +79,13 @@ def quickstart(
     if not resume and choice.prompts is not None:
         from slipstream.quickstart.prompts import use_own_prompts
 
-        console.print(f"\n[bold]0. The target answers the prompts of {choice.prompts}[/bold]")
+        console.print(f"\nThe target answers the prompts of {choice.prompts}.", markup=False, soft_wrap=True)
         recipe = use_own_prompts(recipe, choice.prompts, console)
     if not resume and (kept := step_aside(directory)) is not None:
         console.print(f"An earlier {directory} was renamed to {kept}.", markup=False, soft_wrap=True)
     try:
-        _run_line(recipe, overrides, resume=resume, console=console)
+        typed = ["--resume"] if resume else choice.as_arguments()
+        _run_line(recipe, [*typed, *overrides], overrides, resume=resume, console=console)
     except (KeyboardInterrupt, SlipstreamError) as error:
         begun = any((directory / "checkpoints").glob("step-*")) and isinstance(error, KeyboardInterrupt)
         if begun or _trained(directory):
@@ -113,8 +114,10 @@ def _trained(directory: Path) -> bool:
     return (directory / "drafter" / "model.safetensors").is_file()
 
 
-def _run_line(recipe: Recipe, overrides: Sequence[str], *, resume: bool, console: Console) -> None:
-    """Train, evaluate and export."""
+def _run_line(
+    recipe: Recipe, typed: Sequence[str], overrides: Sequence[str], *, resume: bool, console: Console
+) -> None:
+    """Train, evaluate and export. ``typed``: the command's arguments, for the run's record."""
     from slipstream.evaluation.command import evaluate_path
     from slipstream.export.zlab import export_run
     from slipstream.preflight import cheap_checks
@@ -146,32 +149,38 @@ def _run_line(recipe: Recipe, overrides: Sequence[str], *, resume: bool, console
     if resume and _trained(directory):
         say(f"trained already: {directory / 'drafter'}")
     else:
-        argv = ["slipstream", "quickstart", *(["--resume"] if resume else []), *overrides]
-        train(recipe, argv=argv, resume=resume, console=console, preflight=cheap_checks(console))
+        train(
+            recipe,
+            argv=["slipstream", "quickstart", *typed],
+            resume=resume,
+            console=console,
+            preflight=cheap_checks(console),
+        )
     curves = {"this run": learning_curve(directory / "metrics.jsonl")}
     if pair is not None and (metrics := pair_directory(pair) / "run" / "metrics.jsonl").is_file():
         curves["the shipped run (GPU)"] = learning_curve(metrics)
     print_curves(curves, console)
     headline("Evaluate: real block decoding on held-out prompts")
-    result = evaluate_path(directory, overrides if resume else (), console=console)
+    changed = overrides if resume else ()  # else they are in the run's own recipe
+    result = evaluate_path(directory, changed, console=console)
     assert result is not None
     measured = {f"trained {start}, {training_length(recipe)}": result}
     if shipped is not None:
         headline("The same prompts with the drafter that is shipped")
-        other = evaluate_path(
-            directory, (), drafter=shipped, output=directory / "evaluation_shipped.json", console=console
-        )
+        output = directory / "evaluation_shipped.json"
+        other = evaluate_path(directory, changed, drafter=shipped, output=output, console=console)
         assert other is not None
         measured["shipped"] = other
     headline("Export: the drafter directory, read back and compared")
     if resume and (directory / "export" / "model.safetensors").is_file():
         say(f"exported already: {directory / 'export'}")
     else:
-        export_run(directory, directory / "export", overrides if resume else (), console=console)
+        export_run(directory, directory / "export", changed, console=console)
 
     say(f"\nDone, after {time.monotonic() - began:.0f} s.")
     print_summary(measured, console)
-    say(what_this_was(result.tau, result.baselines, training_length(recipe), recipe.run.device))
+    if recipe.drafter.warm_start is None:
+        say(what_this_was(result.tau, result.baselines, training_length(recipe), recipe.run.device))
     activate = "" if program() == "slipstream" else f"  source {Path(program()).with_name('activate')}\n"
     own_start = (
         ""

@@ -24,6 +24,11 @@ class Choice:
     start: Start = "scratch"
     prompts: Path | None = None
 
+    def as_arguments(self) -> list[str]:
+        """Return what to type for it."""
+        own = [] if self.prompts is None else ["--prompts", str(self.prompts)]
+        return ["--target", self.pair, "--from", self.start, *own]
+
 
 def packaged_recipe(pair: str | None = None) -> Recipe:
     """Return a pair's recipe (the first pair's) as it lies in the package, its data files named relative to it."""

@@ -143,8 +143,13 @@ def test_a_pair_with_a_shipped_drafter_is_measured_beside_it(tmp_path: Path, mon
     mine.write_text("".join(json.dumps({"prompt": f"number {i}"}) + "\n" for i in range(20)), encoding="utf-8")
     again = tmp_path / "again"
     settings = ["--run.directory", str(again), "--regenerate.max_new_tokens", "6"]
-    text = say(settings, choice=Choice(start="shipped", prompts=mine))
+    choice = Choice(start="shipped", prompts=mine)
+    text = say(settings, choice=choice)
     assert "The target answers the prompts" in text
+    assert "show that the line works" not in text  # of a drafter from scratch alone
+    argv = json.loads((again / "run.json").read_text(encoding="utf-8"))["argv"]
+    assert argv == ["slipstream", "quickstart", *choice.as_arguments(), *settings]
+    assert argv[2:] == ["--target", "embedded", "--from", "shipped", "--prompts", str(mine), *settings]
     continued = json.loads((again / "evaluation.json").read_text(encoding="utf-8"))
     assert continued["block_size"] == 6
     assert continued["prompts"] == 2
