@@ -7,7 +7,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from importlib._bootstrap import _ModuleLockManager as _finding  # type: ignore[attr-defined]
+from importlib._bootstrap import _lock_unlock_module as _wait_for  # type: ignore[attr-defined]
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -64,8 +64,9 @@ def when_imported(name: str, action: Action) -> bool:
             _pending.setdefault(name, []).append(action)
             if _finder not in sys.meta_path:
                 sys.meta_path.insert(0, _finder)
-        with _finding(name):  # an import that began before the action was there did not look for it
-            pass
+        # An import that began before the action was there may not have looked for it. In a circle of threads that import
+        # what the others wait for, this does not wait; the circle's import has not looked for this module yet.
+        _wait_for(name)
         if name not in sys.modules:
             return False
         with _lock:  # it came in between, and may have passed the finder by

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
+import time
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,6 +74,43 @@ def test_while_another_thread_is_looking_for_it(module: str, monkeypatch: pytest
     go_on.set()
     importing.join()
     asking.join()
+    assert seen == [1]
+
+
+def test_two_imports_that_wait_for_each_other_are_no_deadlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One imports a submodule, whose package needs what another thread imports, which waits for the submodule."""
+    (tmp_path / "hooked_package").mkdir()
+    (tmp_path / "hooked_package" / "__init__.py").write_text("import hook_meeting\nhook_meeting.package()\n")
+    (tmp_path / "hooked_package" / "part.py").write_text("value = 1\n")
+    (tmp_path / "hooking_module.py").write_text("import hook_meeting\nhook_meeting.module()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    inside, wanted, faults, seen = threading.Event(), threading.Event(), [], []
+
+    def package() -> None:
+        inside.set()
+        assert wanted.wait(10)
+        importlib.import_module("hooking_module")
+
+    def module() -> None:
+        wanted.set()
+        time.sleep(0.2)  # until the other thread waits for this module
+        try:
+            when_imported("hooked_package.part", lambda m: seen.append(m.value))
+        except BaseException as error:
+            faults.append(error)
+
+    monkeypatch.setitem(sys.modules, "hook_meeting", SimpleNamespace(package=package, module=module))
+    first = threading.Thread(target=importlib.import_module, args=("hooked_package.part",))
+    first.start()
+    assert inside.wait(10)
+    second = threading.Thread(target=importlib.import_module, args=("hooking_module",))
+    second.start()
+    for thread in (first, second):
+        thread.join(20)
+        assert not thread.is_alive()
+    for name in ("hooked_package.part", "hooked_package", "hooking_module"):
+        sys.modules.pop(name, None)
+    assert not faults
     assert seen == [1]
 
 
