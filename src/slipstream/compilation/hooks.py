@@ -64,8 +64,8 @@ def when_imported(name: str, action: Action) -> bool:
             _pending.setdefault(name, []).append(action)
             if _finder not in sys.meta_path:
                 sys.meta_path.insert(0, _finder)
-        # An import that began before the action was there may not have looked for it. In a circle of threads that import
-        # what the others wait for, this does not wait; the circle's import has not looked for this module yet.
+        # An import that began before the action was there may not have looked for it. In a circle of threads, each of
+        # which waits for another's import, this does not wait: there, the module has not been looked for yet.
         _wait_for(name)
         if name not in sys.modules:
             return False
