@@ -12,6 +12,7 @@ from slipstream.records import PackedBatch
 from slipstream.target.features import FeatureReader, tap_layers, validate_layer_ids
 from slipstream.target.model import Target
 from support.tiny import FAMILIES, HIDDEN, tiny_tokenizer
+from support.watching import calls_of
 from unit.target.conftest import documents_of, load_in, packed_batch
 
 IDS = (1, 2, 3, 4, 6)
@@ -119,15 +120,10 @@ def test_text_model_inside_the_multimodal_class(multimodal):
 def test_stops_after_the_last_tap_and_never_runs_the_head(target_of, packing):
     target = target_of("qwen3")
     reader = FeatureReader(target, (1, 3), packing)
-    calls: list[str] = []
     watched = {"head": target.parts.lm_head, "norm": target.parts.norm}
     watched |= {f"layer {i}": layer for i, layer in enumerate(target.parts.layers)}
-    handles = [m.register_forward_pre_hook(lambda _m, _a, name=name: calls.append(name)) for name, m in watched.items()]
-    try:
+    with calls_of(watched) as calls:
         reader.read(packed_batch())
-    finally:
-        for handle in handles:
-            handle.remove()
     assert set(calls) == {"layer 0", "layer 1", "layer 2", "layer 3"}
 
 

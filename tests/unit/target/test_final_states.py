@@ -8,6 +8,7 @@ import torch
 from slipstream.errors import TargetError
 from slipstream.target.features import FeatureReader
 from support.tiny import FAMILIES, HIDDEN
+from support.watching import calls_of
 from unit.target.conftest import documents_of, load_in, packed_batch
 
 IDS = (1, 3)
@@ -39,15 +40,10 @@ def test_the_head_makes_the_targets_own_logits_of_them(target_of, family, packin
 def test_the_last_layer_and_the_norm_run_and_the_head_does_not(target_of, packing):
     target = target_of("qwen3")
     reader = FeatureReader(target, IDS, packing, final_states=True)
-    calls: list[str] = []
     last = len(target.parts.layers) - 1
     watched = {"head": target.parts.lm_head, "norm": target.parts.norm, "last": target.parts.layers[last]}
-    handles = [m.register_forward_pre_hook(lambda _m, _a, name=name: calls.append(name)) for name, m in watched.items()]
-    try:
+    with calls_of(watched) as calls:
         reader.read(packed_batch())
-    finally:
-        for handle in handles:
-            handle.remove()
     assert set(calls) == {"last", "norm"}
 
 
