@@ -61,10 +61,11 @@ def test_torch_tells_its_build_and_compiles(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 def test_stock_hazards_are_provoked_and_after_install_none_is_seen() -> None:
-    for _ in range(8):  # a second thread must come by within a millisecond, and a busy machine may not let it
+    for _ in range(8):  # other threads must come by within milliseconds, and a busy machine may not let them
         with Interview("stock", HAZARD_NAMES) as stock, Interview("installed", (*HAZARD_NAMES, "verify")) as installed:
             before, after = stock.answers(), installed.answers()
-        if before["inductor-autotuner"]["status"] != "safe upstream":
+        provoked = all(answer["status"] != "not seen" for answer in before.values())
+        if provoked and before["inductor-autotuner"]["status"] != "safe upstream":
             break
     assert tuple(before) == HAZARD_NAMES
     assert {a["status"] for a in before.values()} <= {"present", "safe upstream", "not installed"}
