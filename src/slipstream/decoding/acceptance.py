@@ -117,7 +117,7 @@ def evaluate(
         DecodingError, DrafterError: as ``generate_speculative``.
     """
     size = resolve_block_size(config, block_size)
-    proposer = DrafterProposer(target, draft_model, config)
+    proposer = DrafterProposer(target, draft_model, config, whole_block=settings.draft_whole_block)
     chosen = list(prompts[: settings.max_prompts] if settings.max_prompts > 0 else prompts)
     options: dict[str, Any] = {"temperature": settings.temperature, "seed": seed, "batch_size": settings.batch_size}
 
@@ -162,6 +162,7 @@ def evaluate(
         max_new_tokens=limit,
         details={
             "trained_block_size": config.block_size,
+            "drafted_block_size": config.block_size if settings.draft_whole_block else size,
             "baselines_block_size": size,
             "passes": accepted.passes,
             "cut_passes": accepted.cut_passes,

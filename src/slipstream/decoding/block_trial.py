@@ -88,7 +88,7 @@ def compare_block_sizes(
     """
     for size in sizes:
         resolve_block_size(config, size)
-    proposer = DrafterProposer(target, draft_model, config)
+    proposer = DrafterProposer(target, draft_model, config, whole_block=settings.draft_whole_block)
     limit = min(settings.max_new_tokens, MOST_TOKENS)
     options: dict[str, Any] = {
         "max_new_tokens": limit,

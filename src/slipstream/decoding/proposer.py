@@ -80,10 +80,16 @@ class DrafterProposer:
 
     Context keys and values live in buffers where index equals position. A row's context is what lies before its anchor:
     features of rejected tokens are written too, but stay masked until a committed token's overwrite them.
+
+    ``whole_block``: fill every slot of the trained block whatever is asked for, and return the first drafts. A slot
+    attends to the later ones, so a drafter that has only seen whole blocks drafts better so; servers do not.
     """
 
-    def __init__(self, target: Target, draft_model: DraftModel, config: DrafterConfig) -> None:
+    def __init__(
+        self, target: Target, draft_model: DraftModel, config: DrafterConfig, *, whole_block: bool = False
+    ) -> None:
         check_drafter(config, target.info)
+        self._least_slots = config.block_size if whole_block else 0
         self.layer_ids: tuple[int, ...] | None = tuple(config.target_layer_ids)
         self._target, self._model, self._config = target, draft_model, config
         self.network: nn.Module = draft_model
@@ -116,18 +122,19 @@ class DrafterProposer:
         """Draft one block for each row in one pass of the drafter."""
         device = anchors.device
         first = torch.tensor(starts, device=device)[:, None]
-        block = torch.full((len(starts), drafts + 1), self._config.mask_token_id, dtype=torch.long, device=device)
+        slots = max(drafts + 1, self._least_slots)
+        block = torch.full((len(starts), slots), self._config.mask_token_id, dtype=torch.long, device=device)
         block[:, 0] = anchors
         width = min(round_up(max(starts)), self._capacity)
         context = torch.arange(width, device=device)
         hidden = self._model.draft(
             self._target.embed(block).to(self._dtype),
-            first + torch.arange(drafts + 1, device=device),
+            first + torch.arange(slots, device=device),
             [(keys[:, :, :width], values[:, :, :width]) for keys, values in self._buffers],
             context_mask=(context < first)[:, None, None, :],
             context_positions=context.expand(len(starts), -1),
         )
-        return self._target.head(hidden[:, 1:]).argmax(dim=-1)
+        return self._target.head(hidden[:, 1 : drafts + 1]).argmax(dim=-1)
 
     def observe(self, features: Tensor | None, starts: Sequence[int]) -> None:
         """Append a verified block's features to the context buffers."""

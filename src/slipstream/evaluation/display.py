@@ -147,7 +147,8 @@ def print_result(result: EvalResult, console: Console) -> None:
     from rich.table import Table
 
     trained = result.details.get("trained_block_size", result.block_size)
-    block = f"block {result.block_size}" + ("" if trained == result.block_size else f" (trained with {trained})")
+    how = "the first of" if result.details.get("drafted_block_size", result.block_size) == trained else "trained with"
+    block = f"block {result.block_size}" + ("" if trained == result.block_size else f" ({how} {trained})")
     table = Table(title=f"{block}, {result.prompts} prompts", title_justify="left")
     table.add_column("drafts from")
     table.add_column("tau", justify="right")

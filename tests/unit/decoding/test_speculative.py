@@ -103,6 +103,38 @@ def test_a_random_drafter_is_exact(
         assert [list(g.output_ids) for g in generations] == [a[:15] for a in answers_of(family)]
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_a_whole_block_is_drafted_and_its_first_slots_are_verified(
+    family: str,
+    target_of: Callable[[str], Target],
+    answers_of: Callable[[str], list[list[int]]],
+    prompts: list[list[int]],
+) -> None:
+    """The first drafts are then those of the trained block, and the answer is what it always is."""
+    target = target_of(family)
+    model, config = drafter(target)
+    whole = DrafterProposer(target, model, config, whole_block=True)
+    part = DrafterProposer(target, model, config)
+    ids = torch.tensor(prompts[1:2])
+    with torch.inference_mode():
+        with tap_layers(target, config.target_layer_ids) as taps:
+            target.model(ids, use_cache=False)
+        for proposer in (whole, part):
+            proposer.start([0], [ids.shape[1]], taps.features(), 64)
+        draft, widths = model.draft, []
+        model.draft = lambda noise, *rest, **named: widths.append(noise.shape[1]) or draft(noise, *rest, **named)
+        trained, first, short = (
+            p.propose(torch.tensor([7]), [ids.shape[1]], drafts).tolist()[0]
+            for p, drafts in ((part, BLOCK - 1), (whole, 2), (part, 2))
+        )
+    assert widths == [BLOCK, BLOCK, 3]
+    assert first == trained[:2]
+    assert len(short) == 2
+    for batch_size in (1, 3):
+        decoded = decode_speculative(target, whole, prompts, block_size=3, max_new_tokens=15, batch_size=batch_size)
+        assert [list(g.output_ids) for g in decoded.generations] == [a[:15] for a in answers_of(family)]
+
+
 @pytest.mark.parametrize("batch_size", [1, 6])
 def test_eos_inside_an_accepted_block_ends_the_response(
     batch_size: int,

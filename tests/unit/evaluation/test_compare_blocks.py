@@ -72,6 +72,9 @@ def test_a_size_of_ones_own_is_used(place: Path) -> None:
     assert "block_comparison" not in record
     assert "in blocks of 3" in told
     assert "block 3 (trained with 6), 26 prompts" in told
+    record, told = run(place, "--evaluation.block-size", "3", "--evaluation.draft-whole-block", "true")
+    assert (record["block_size"], record["drafted_block_size"]) == (3, 6)
+    assert "block 3 (the first of 6), 26 prompts" in told
     longer, _ = run(place)
     assert (longer["block_size"], longer["block_size_from"], longer["baselines_block_size"]) == (6, "training", 6)
 
