@@ -175,6 +175,19 @@ def test_muon_has_every_matrix_of_a_drafter_and_adamw_every_norm():
     assert {(group["lr"], group["weight_decay"]) for group in rest} == {(6e-4, 0.0)}
 
 
+@pytest.mark.parametrize("name", ["auto", "bfloat16", "float32"])
+def test_the_products_are_made_in_the_precision_that_is_named(name: str, monkeypatch: pytest.MonkeyPatch):
+    seen: list[torch.dtype] = []
+    plain = muon.orthogonalise
+    monkeypatch.setattr(muon, "orthogonalise", lambda x: seen.append(x.dtype) or plain(x))
+    net = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    optimizer = build_optimizer(net, TrainingConfig(optimizer="muon", precision=name))
+    net(torch.ones(2, 8)).square().sum().backward()
+    optimizer.step()
+    assert set(seen) == {torch.bfloat16 if name == "bfloat16" else torch.float32}
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+
+
 def test_a_parameter_without_gradient_is_left_alone():
     matrices, others = parameters()
     optimizer = ours(matrices, others)
