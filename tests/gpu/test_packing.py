@@ -1,6 +1,7 @@
 """Packed rows of a hybrid target on a GPU: FLA's rule honours the bounds of documents, and nothing waits per layer.
 
-FLA must be importable (``PYTHONPATH=.venv/fla`` where it lies aside); without it the rule is transformers' PyTorch.
+FLA must be importable (``PYTHONPATH=.venv/fla`` where it lies aside); without it the rule is transformers' PyTorch, as
+it always is for the reference on the CPU.
 """
 
 from __future__ import annotations
@@ -133,8 +134,9 @@ def test_other_documents_do_not_reach_a_document(targets, way: Way, name: str):
     assert float(apart(first, second, batch.document_ids % 2 == 0).median()) > 0.1
 
 
-def waits(reader: FeatureReader, batch: PackedBatch) -> int:
-    """Return how often reading a batch waits for the GPU."""
+def waits(reader: FeatureReader, batch: PackedBatch) -> list[str]:
+    """Return where reading a batch waits for the GPU, a line of code for each time."""
+    torch.cuda.set_sync_debug_mode("default")  # says once in a process that it is a prototype: that is no wait
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -142,7 +144,8 @@ def waits(reader: FeatureReader, batch: PackedBatch) -> int:
             reader.read(batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(warning.message) for warning in caught)
+    found = [w for w in caught if "called a synchronizing" in str(w.message)]
+    return sorted(f"{Path(w.filename).name}:{w.lineno}" for w in found)
 
 
 def test_no_layer_waits_for_the_gpu(targets, way: Way):
@@ -154,7 +157,7 @@ def test_no_layer_waits_for_the_gpu(targets, way: Way):
         assert reader.recurrent == way
         reader.read(batch_of(LAYOUTS["full rows"]))  # compiles and tunes
         found.append(waits(reader, batch_of(LAYOUTS["full rows"], seed=8)))
-    assert found[0] == found[1]
+    assert len(found[0]) == len(found[1]), found
 
 
 @pytest.mark.skipif(find_spec("fla") is None, reason="FLA is not importable: set PYTHONPATH=.venv/fla")

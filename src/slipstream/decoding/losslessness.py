@@ -1,6 +1,7 @@
 """Whether block decoding wrote what plain decoding wrote, and what a first difference means.
 
-In float32 on one device the two agree, token by token. In bfloat16 or float16 they need not: a block of tokens and one
+In float32 on one device the two agree, token by token; for that, no kernel that a block goes through may multiply in
+TF32 while a single token's does not (``target.rules``). In bfloat16 or float16 they need not: a block of tokens and one
 token go through other kernels, their logits differ in the last bits, and where the two best tokens are closer than
 that, either may win. Such a *near tie* is told from a fault by measuring how far the target's logits differ between
 two ways of computing them, at the very places where the runs parted.

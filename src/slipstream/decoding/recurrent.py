@@ -19,6 +19,7 @@ but not its recurrent state.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from transformers.cache_utils import Cache
 from slipstream.decoding.delta_rule import PROJECTIONS, advance_layers, is_gated_delta
 from slipstream.decoding.short_states import ShortBlocks, ShortPass, difference
 from slipstream.errors import DecodingError
+from slipstream.target.rules import kernels_run_on
 
 _STATE_FIELDS = (
     "conv_states",
@@ -107,7 +109,7 @@ class RecurrentStates:
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if not (self._recording and any(value is self.cache for value in (*args, *kwargs.values()))):
                 return None
-            if self._length and is_gated_delta(module):
+            if self._length and is_gated_delta(module) and _takes_chunk_size(module):
                 kwargs = {**kwargs, "chunk_size": self._length}
             self._calls[number] = RecordedCall(module, args, kwargs)
             return args, kwargs
@@ -131,8 +133,7 @@ class RecurrentStates:
             self.short.begin(length)
         if length == 1 or (self.short is not None and self.short.proven):
             return
-        # FLA's kernels choose their own chunks, and are used wherever that package is installed.
-        self._length = length if find_spec("fla") is None else 0
+        self._length = length
         self._saved = {number: _copy_state(self.cache.layers[number]) for number in self.numbers}
         self._recording = True
 
@@ -243,6 +244,17 @@ class RecurrentStates:
                 file=sys.stderr,
             )
         return self._proven
+
+
+def _takes_chunk_size(module: Any) -> bool:
+    """Return whether PyTorch's rule runs ``module``; FLA's kernels, wherever they can run, choose their own chunks."""
+    return not (kernels_run_on(module.A_log.device) and _fla_is_found())
+
+
+@functools.cache
+def _fla_is_found() -> bool:
+    """Return whether FLA can be imported. Asked at every layer of every pass, and a search through all of the path."""
+    return find_spec("fla") is not None
 
 
 def _copy_state(layer: Any) -> State:

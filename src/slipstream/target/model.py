@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from slipstream.target import families
 from slipstream.target.digest import directory_digest
 from slipstream.target.families import DecoderParts, locate_decoder, text_config
 from slipstream.target.quiet import quiet_loading, without_kernel_advice
+from slipstream.target.rules import settle_rules
 from slipstream.target.source import (
     local_directory,
     read_config,
@@ -125,7 +127,8 @@ def load_target(
 ) -> Target:
     """Load the target frozen and in eval mode on ``device``; ``dtype`` overrides the setting.
 
-    ``check_causal``: see Target; without it no kernel is launched here.
+    ``check_causal``: see Target; without it no kernel is launched here. On a CPU its recurrent layers never run by
+    another package's kernels (``rules``): where that makes a difference it is said on stderr.
     Thread-safe: loads are serialised. Raises TargetError for whatever cannot be a target: a missing path, no causal
     language model, missing or misshapen weights, no tokenizer, features that depend on later tokens.
     """
@@ -136,6 +139,13 @@ def load_target(
         model_config = read_config(directory, config)
         tokenizer = read_tokenizer(directory, config)
         model = read_model(directory, config, model_config, device, dtype or resolve_dtype(config.dtype, device))
+    packages = settle_rules(model)
+    if packages and device.type == "cpu":
+        print(
+            f"target {config.path}: on a CPU its recurrent layers run by transformers' own code, not by the kernels of "
+            f"{packages}",
+            file=sys.stderr,
+        )
     return Target(model, tokenizer, name=config.path, digest=directory_digest(directory), check_causal=check_causal)
 
 

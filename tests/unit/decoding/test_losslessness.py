@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
 
+from slipstream.decoding import short_states
 from slipstream.decoding.losslessness import compare_lossless, first_difference, near_tie_limit
-from slipstream.decoding.plain import generate_plain
+from slipstream.decoding.plain import decode_plain, generate_plain
+from slipstream.decoding.prefill import DecoderCall, prefill
+from slipstream.decoding.recurrent import RecurrentStates
+from slipstream.decoding.rollback import TargetState
+from slipstream.decoding.speculative import decode_speculative
 from slipstream.errors import DecodingError
 from slipstream.records import Generation
+from slipstream.target import rules
 from slipstream.target.model import Target
+from support.kernels import CHUNKED, RECURRENT, kernel_of, own_rule, take_kernels, to_tensor_float
+from support.proposers import Follower
 
 
 def test_where_two_responses_part() -> None:
@@ -111,6 +121,84 @@ def test_a_broken_cache_does_not_excuse_everything(
     wrong = (plain.output_ids[-1] + 1) % target.info.vocab_rows
     other = Generation(prompt_ids=plain.prompt_ids, output_ids=(*plain.output_ids[:-1], wrong))
     assert len(compare_lossless([plain], [other], target=target).faults) == 1
+
+
+@pytest.fixture
+def tensor_float(target_of: Callable[..., Target], monkeypatch: pytest.MonkeyPatch) -> Target:
+    """Return a float32 target as on a GPU with FLA: chunks are read in TF32, single tokens in float32."""
+    kernels = {CHUNKED: kernel_of(own_rule(CHUNKED), to_tensor_float), RECURRENT: kernel_of(own_rule(RECURRENT), id_)}
+    take_kernels(monkeypatch, **kernels)
+    monkeypatch.setattr(rules, "kernels_run_on", lambda _: True)
+    monkeypatch.setattr(short_states, "suits_short_block", lambda _: False)  # what a CPU runs instead
+    target = target_of("qwen3_5")
+    assert rules.settle_rules(target.model)
+    return target
+
+
+def id_(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def as_it_was(target: Target) -> None:
+    """Take FLA's chunked kernel in decoding, too."""
+    sys.modules[type(target.model).__module__].torch_chunk_gated_delta_rule.exact = None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mended", [True, False])
+@torch.inference_mode()
+def test_a_block_and_single_tokens_are_read_alike_in_float32(tensor_float: Target, mended: bool) -> None:
+    """As near as float32 rounds, though the kernels for more than one token multiply in TF32."""
+    if not mended:
+        as_it_was(tensor_float)
+    call = DecoderCall(tensor_float)
+    prompts = [list(range(5, 30)), list(range(60, 77))]
+    block = torch.tensor([[7, 9, 11, 200, 3, 8, 40, 41], [1, 2, 3, 4, 5, 6, 7, 8]])
+
+    def state() -> TargetState:
+        return TargetState(call, prefill(call, prompts, None), 64)
+
+    with state() as whole:
+        at_once = whole.verify(block)
+    singles = []
+    with state() as stepwise:
+        for token in block.split(1, dim=1):
+            singles.append(stepwise.verify(token))
+            stepwise.commit([1, 1])
+    apart = (at_once - torch.cat(singles, dim=1)).norm() / at_once.norm()
+    assert apart < 1e-5 if mended else apart > 1e-4
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_kernels_in_tensor_float_neither_alarm_nor_excuse(
+    tensor_float: Target, fault: bool, monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]]
+) -> None:
+    """Rounding stays float32's, so that block decoding is lossless, and a rollback that forgets is found."""
+    options = {"max_new_tokens": 24, "batch_size": 3}
+    plain = decode_plain(tensor_float, prompts, **options).generations
+    following = {a: b for g in plain for a, b in pairwise(g.output_ids)}
+    drafts = Follower(lambda token: following.get(token, 0))
+    if fault:
+        monkeypatch.setattr(RecurrentStates, "roll_back", lambda *_: None)
+    spec = decode_speculative(tensor_float, drafts, prompts, block_size=6, **options).generations
+    assert {len(set(g.accept_lengths)) > 1 for g in spec} == {True}  # of every kind, so that much is rolled back
+    result = compare_lossless(plain, spec, target=tensor_float, batch_size=3)
+    assert bool(result.faults) is fault
+    assert fault or result.equal == len(prompts)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_noise_is_float32s_whatever_the_kernels_multiply_in(tensor_float: Target, rows: int) -> None:
+    (plain,), _ = generate_plain(tensor_float, [list(range(5, 25))], max_new_tokens=12)
+    wrong = (plain.output_ids[-1] + 1) % tensor_float.info.vocab_rows
+    other = Generation(prompt_ids=plain.prompt_ids, output_ids=(*plain.output_ids[:-1], wrong))
+    result = compare_lossless([plain], [other], target=tensor_float, batch_size=rows)
+    assert result.rounding_noise is not None
+    assert result.rounding_noise < 1e-4
+    assert result.faults == result.first_differences
+    as_it_was(tensor_float)
+    result = compare_lossless([plain], [other], target=tensor_float, batch_size=rows)
+    assert result.rounding_noise is not None
+    assert result.rounding_noise > 2e-4
 
 
 def test_different_prompts_are_refused() -> None:

@@ -89,3 +89,17 @@ def test_a_recurrent_layer_whose_module_never_gets_the_cache_is_refused(target_o
         state._recurrent._calls.clear()
         with pytest.raises(DecodingError, match="no module in it is called with the cache"):
             state.commit([2])
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_pytorchs_rule_is_told_the_length_of_a_block_and_flas_is_not(
+    target_of: Callable[[str], Target], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, on_cpu: bool
+) -> None:
+    """On a CPU PyTorch's runs, whether FLA can be imported or not."""
+    monkeypatch.setattr(recurrent, "_fla_is_found", lambda: True)
+    if not on_cpu:
+        monkeypatch.setattr(recurrent, "kernels_run_on", lambda _: True)
+    state, _ = after_a_round(target_of("qwen3_5"), prompts, calculate=True)
+    calls = state._recurrent._calls.values()
+    assert len(calls) == 6
+    assert {call.kwargs.get("chunk_size") for call in calls} == {6 if on_cpu else None}
