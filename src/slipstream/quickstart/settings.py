@@ -14,6 +14,7 @@ from slipstream.recipe import apply_overrides, load_recipe, validate
 
 Start = Literal["scratch", "shipped"]
 STARTS: tuple[Start, ...] = ("scratch", "shipped")
+CONTINUED = 4  # learning rates are divided by it for a drafter that is trained already
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ def packaged_recipe(pair: str | None = None) -> Recipe:
 def quickstart_recipe(choice: Choice | None = None, overrides: Sequence[str] = ()) -> Recipe:
     """Return the recipe to run: data files resolved inside the package, the start put in, overrides applied.
 
-    A shipped drafter brings its own shape, and is continued at a quarter of the learning rate. Raises ConfigError for
+    A shipped drafter brings its own shape, and is continued at a quarter of the learning rates. Raises ConfigError for
     a bad override, and for a pair without a shipped drafter.
     """
     choice = choice or Choice()
@@ -51,7 +52,11 @@ def quickstart_recipe(choice: Choice | None = None, overrides: Sequence[str] = (
         if shipped is None:
             raise ConfigError(f"no drafter is shipped with {choice.pair}; start from scratch, without --from shipped")
         trained = load_recipe(directory / "run" / "recipe.toml")
-        training = replace(recipe.training, learning_rate=recipe.training.learning_rate / 4)
+        training = replace(
+            recipe.training,
+            learning_rate=recipe.training.learning_rate / CONTINUED,
+            muon_learning_rate=recipe.training.muon_learning_rate / CONTINUED,
+        )
         recipe = replace(
             recipe, drafter=replace(trained.drafter, warm_start=str(shipped)), training=training
         )  # fmt: skip

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from slipstream.config import TrainingConfig
 from slipstream.errors import CheckpointError, TrainingError
+from slipstream.training.hardware import resolve_precision
 from slipstream.training.muon import MuonAdamW
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -29,8 +30,7 @@ def build_optimizer(draft_model: nn.Module, settings: TrainingConfig) -> torch.o
     """Return fused AdamW over the drafter's parameters, or Muon for its matrices; weight decay on matrices only.
 
     Muon takes ``fc`` too: its input is dense activations and its output is normed, so it is a hidden matrix like any
-    other. What Muon is not for, embedding and head, the drafter borrows. Its products are made in
-    ``settings.precision`` where that names a dtype, otherwise as ``MuonAdamW`` says.
+    other. What Muon is not for, embedding and head, the drafter borrows. Its products are made in the drafter's dtype.
 
     Raises TrainingError for a parameter that is not float32: bfloat16 weights lose small updates (norms stop moving).
     """
@@ -50,7 +50,7 @@ def build_optimizer(draft_model: nn.Module, settings: TrainingConfig) -> torch.o
             weight_decay=settings.weight_decay,
             learning_rate=settings.learning_rate,
             betas=betas,
-            precision={"bfloat16": torch.bfloat16, "float32": torch.float32}.get(settings.precision),
+            precision=resolve_precision(settings.precision, matrices[0].device),
         )
     groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(

@@ -52,6 +52,7 @@ def test_from_shipped_takes_the_drafters_shape_and_a_smaller_step(
     assert (shipped.drafter.layers, shipped.drafter.block_size) == (2, 6)
     assert shipped.drafter.warm_start == str(tmp_path / "embedded" / "drafter")
     assert shipped.training.learning_rate == scratch.training.learning_rate / 4
+    assert shipped.training.muon_learning_rate == scratch.training.muon_learning_rate / 4
     assert shipped.data == scratch.data
 
 

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from slipstream.config import TrainingConfig
 from slipstream.drafter.model import DraftModel
 from slipstream.training import muon
+from slipstream.training.hardware import resolve_precision
 from slipstream.training.muon import MuonAdamW, batches, orthogonalisation_flops, orthogonalise
 from slipstream.training.optimizer import build_optimizer
 from support.drafting import normal, tiny_drafter_config
@@ -176,7 +177,7 @@ def test_muon_has_every_matrix_of_a_drafter_and_adamw_every_norm():
 
 
 @pytest.mark.parametrize("name", ["auto", "bfloat16", "float32"])
-def test_the_products_are_made_in_the_precision_that_is_named(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_the_products_are_made_in_the_drafters_precision(name: str, monkeypatch: pytest.MonkeyPatch):
     seen: list[torch.dtype] = []
     plain = muon.orthogonalise
     monkeypatch.setattr(muon, "orthogonalise", lambda x: seen.append(x.dtype) or plain(x))
@@ -184,7 +185,7 @@ def test_the_products_are_made_in_the_precision_that_is_named(name: str, monkeyp
     optimizer = build_optimizer(net, TrainingConfig(optimizer="muon", precision=name))
     net(torch.ones(2, 8)).square().sum().backward()
     optimizer.step()
-    assert set(seen) == {torch.bfloat16 if name == "bfloat16" else torch.float32}
+    assert set(seen) == {resolve_precision(name, torch.device("cpu"))}
     assert {p.dtype for p in net.parameters()} == {torch.float32}
 
 
