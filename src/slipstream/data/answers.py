@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from slipstream.data.loops import PERIODS, loop_period
@@ -15,13 +17,25 @@ from slipstream.records import Conversation, Message
 
 OPEN, CLOSE = "<think>", "</think>"
 
+_TOGETHER = 256  # answers that are tokenized at once
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What the target wrote last: the ids with their prompt, those of its words alone, and whether it ended."""
+
+    ids: list[int]
+    words: list[int]
+    finished: bool
+
 
 class Draft:
     """A conversation in the making: turns are answered in order, each on the history of the new answers.
 
     Assistant turns with tool calls are kept as they are, because their results, which follow, belong to them. The
     conversation ends early at an answer that is empty, cut at the token limit, or cannot be rendered by the template.
-    ``counts`` are the report's counters. Not thread-safe (it uses the renderer).
+    ``counts`` are the report's counters. For each turn: ``next_turn``, ``write`` the answer, ``settle`` its form
+    (``settle_all`` for many drafts). Not thread-safe (it uses the renderer).
     """
 
     def __init__(self, source: Conversation, renderer: Renderer, *, keep_unfinished: bool) -> None:
@@ -34,36 +48,40 @@ class Draft:
         self._answered = 0  # length of _messages just behind the last new answer
         self._place = 0  # messages of the source that are done
         self._completion = ""
+        self._written = _Written([], [], False)
         self._over = False
         if source.kind == "raw" and not source.prompt:
             raise DataError(f"{source.origin}: a text row has no prompt to answer; give prompt, or messages")
 
-    def next_prompt(self) -> list[int] | None:
-        """Return the ids to continue for the next answer, or None when the conversation is done."""
+    def next_turn(self) -> Conversation | None:
+        """Return the conversation whose prompt is to be continued for the next answer, or None when all is done."""
         if self._over:
             return None
         if self.source.kind == "raw":
-            return self._renderer.prompt_ids(self.source)
+            return self.source
         given = self.source.messages
         while self._place < len(given):
             message = given[self._place]
             if message.role == "assistant" and not message.tool_calls:
-                return self._renderer.prompt_ids(self._with(message))
+                return self._with(message)
             self._messages.append(message)
             self._place += 1
             self.counts["kept_tool_calls"] += message.role == "assistant"
         if self._messages[-1].role == "assistant":
             self._over = True
             return None
-        return self._renderer.prompt_ids(self._with())
+        return self._with()
 
     def set_aside(self, reason: str) -> None:
         """End the conversation before the turn that was to come; ``reason`` is the counter."""
         self.counts[reason] += 1
         self._over = True
 
-    def take(self, prompt: list[int], output: list[int], *, finished: bool) -> None:
-        """Add the answer ``output`` to ``prompt``; ``finished`` says that its last id is a stop token."""
+    def write(self, prompt: list[int], output: list[int], *, finished: bool) -> list[Conversation]:
+        """Read the answer ``output`` to ``prompt``; ``finished`` says that its last id is a stop token.
+
+        Returns the forms in which it may be kept, best first, to be rendered for ``settle``; none if it is not kept.
+        """
         renderer = self._renderer
         self.counts["tokens"] += len(output)
         words = output[:-1] if finished else output
@@ -71,32 +89,55 @@ class Draft:
         opened = renderer.decode(prompt[-8:]).rstrip().endswith(OPEN)
         if not text.replace(OPEN, "").replace(CLOSE, "").strip():
             self.set_aside("empty")
-            return
+            return []
         self.counts["unfinished"] += not finished
         self.counts["unbalanced_think"] += finished and text.count(OPEN) + opened != text.count(CLOSE)
         if not finished and not self._keep_unfinished:
             self._over = True
-            return
+            return []
+        self._written = _Written(prompt + output, words, finished)
         if self.source.kind == "raw":
-            self._completion, self._over = text, True
-            done = replace(self.source, completion=text)
-            again = renderer.render(done if finished else as_cut(done))[-1].ids.tolist()
-            self.counts["retokenised_differently"] += again != prompt + output
+            forms = [replace(self.source, completion=text)]
         else:
-            message = self._message(text, opened, prompt + output, cut=not finished)
-            if message is None:
+            forms = [self._with(message) for message in self._forms(text, opened)]
+        return forms if finished else [as_cut(form) for form in forms]
+
+    def settle(self, forms: Sequence[Conversation], rendered: Iterable[list[int] | None]) -> None:
+        """Keep the form that renders back to the ids that were written, else the first that renders at all.
+
+        ``rendered``: the ids of each form's last sample in turn, None where it cannot be rendered; it is not read
+        further than needed.
+        """
+        written, cut = self._written, not self._written.finished
+        usable: list[Conversation] = []
+        for form, again in zip(forms, rendered, strict=False):
+            if again is None:
+                continue
+            usable.append(form)
+            if again == (written.ids[: len(again)] if cut and form.kind != "raw" else written.ids):
+                usable = [form]
+                break
+        else:
+            if not usable:
                 self.set_aside("unrenderable")
                 return
+            self.counts["retokenised_differently"] += 1
+        form = usable[0]
+        if form.kind == "raw":
+            self._completion, self._over = form.completion, True
+        else:
+            message = form.messages[-1]
             same = [m for m in self._messages if m.role == "assistant" and m.content == message.content != ""]
             self.counts["duplicate_turns"] += bool(same)
             self._messages.append(message)
             self._answered = len(self._messages)
             self._place += 1
-            self._over = not finished or self._place > len(self.source.messages)
+            self._over = cut or self._place > len(self.source.messages)
         self.counts["answers"] += 1
+        period = loop_period(written.words, max(PERIODS))
         for longest in PERIODS:
-            self.counts[f"looping_{longest}"] += loop_period(words, longest) is not None
-        self.finish = "eos" if finished else "length"
+            self.counts[f"looping_{longest}"] += period is not None and period <= longest
+        self.finish = "length" if cut else "eos"
 
     def row(self) -> dict[str, Any] | None:
         """Return the row to write: everything through the last new answer. None if there is no new answer."""
@@ -113,8 +154,8 @@ class Draft:
     def _with(self, *messages: Message) -> Conversation:
         return replace(self.source, messages=(*self._messages, *messages))
 
-    def _message(self, text: str, opened: bool, ids: list[int], *, cut: bool) -> Message | None:
-        """Return the message that renders back to the ids that were written; None if the template renders neither form.
+    def _forms(self, text: str, opened: bool) -> list[Message]:
+        """Return the messages that may render back to ``text``.
 
         Reasoning goes to its own field, unless the template would not show it from there.
         """
@@ -124,20 +165,30 @@ class Draft:
             split = Message(role="assistant", content=content, reasoning_content=reasoning)
             shown = "reasoning_content" in template_text(self._renderer.tokenizer)
             forms.insert(0 if shown else 1, split)
-        usable: list[Message] = []
-        for form in forms:
-            conversation = self._with(form)
-            try:
-                again = self._renderer.render(as_cut(conversation) if cut else conversation)[-1].ids.tolist()
-            except DataError:
-                continue
-            if again == (ids[: len(again)] if cut else ids):
-                return form
-            usable.append(form)
-        if not usable:
-            return None
-        self.counts["retokenised_differently"] += 1
-        return usable[0]
+        return forms
+
+
+def settle_all(waiting: Sequence[tuple[Draft, Sequence[Conversation]]], renderer: Renderer) -> None:
+    """Settle what each draft has written, given its forms. The first forms are tokenized together."""
+    for begin in range(0, len(waiting), _TOGETHER):
+        part = waiting[begin : begin + _TOGETHER]
+        try:
+            first: list[list[int] | None] = [
+                samples[-1].ids.tolist() for samples in renderer.render_many([f[0] for _, f in part], chunk=len(part))
+            ]
+        except DataError:  # somebody's: each for itself
+            first = [_rendered(forms[0], renderer) for _, forms in part]
+        for (draft, forms), again in zip(part, first, strict=True):
+            draft.settle(forms, chain([again], (_rendered(form, renderer) for form in forms[1:])))
+
+
+def _rendered(form: Conversation, renderer: Renderer) -> list[int] | None:
+    """Return the ids of the form's last sample, None if the template cannot render it."""
+    try:
+        ids: list[int] = renderer.render(form)[-1].ids.tolist()
+    except DataError:
+        return None
+    return ids
 
 
 def split_reasoning(text: str, *, opened: bool = False) -> tuple[str | None, str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.config import RegenerateConfig
-from slipstream.data.answers import Draft
+from slipstream.data.answers import Draft, settle_all
 from slipstream.data.journal import Journal, describe_difference, file_digest, write_whole
 from slipstream.data.pack import tokenizer_digest
 from slipstream.data.regenerate_report import RegenerateProgress, RegenerateReport, no_answer_cure
@@ -27,6 +27,7 @@ from slipstream.records import Conversation
 __all__ = ["Generate", "RegenerateProgress", "RegenerateReport", "regenerate"]
 
 FORMAT = 1
+_TOGETHER = 1024  # prompts that are tokenized at once
 
 
 class Generate(Protocol):
@@ -108,13 +109,11 @@ def _answer(
     seed: int,
 ) -> None:
     """Answer all turns of one group: the first turns together, then the second ones, and so on."""
-    turn = 0
+    number = 0
     while True:
+        turns = [(draft, turn) for draft in drafts.values() if (turn := draft.next_turn()) is not None]
         waiting: list[tuple[Draft, list[int]]] = []
-        for draft in drafts.values():
-            prompt = draft.next_prompt()
-            if prompt is None:
-                continue
+        for (draft, _), prompt in zip(turns, renderer.prompts([turn for _, turn in turns]), strict=True):
             if max_positions and len(prompt) + settings.max_new_tokens > max_positions:
                 draft.set_aside("too_long")
             else:
@@ -125,8 +124,9 @@ def _answer(
             [prompt for _, prompt in waiting],
             max_new_tokens=settings.max_new_tokens,
             temperature=settings.temperature,
-            seed=_seed(seed, turn),
+            seed=_seed(seed, number),
         )
+        written: list[tuple[Draft, list[Conversation]]] = []
         for (draft, prompt), output in zip(waiting, outputs, strict=True):
             finished = bool(output) and output[-1] in renderer.stop_ids
             if not finished and len(output) < settings.max_new_tokens:
@@ -134,16 +134,20 @@ def _answer(
                     f"generate ended after {len(output)} of {settings.max_new_tokens} tokens without a stop token of "
                     f"the renderer ({sorted(renderer.stop_ids)}): give the renderer the target's eos ids as stop_ids"
                 )
-            draft.take(prompt, output, finished=finished)
-        turn += 1
+            if forms := draft.write(prompt, output, finished=finished):
+                written.append((draft, forms))
+        settle_all(written, renderer)
+        number += 1
 
 
 def _groups(sources: list[Conversation], renderer: Renderer, size: int) -> Iterator[list[int]]:
     """Yield the indices of each group, longest prompts first: too large a batch then fails at once, not at the end."""
-    lengths = []
-    for source in sources:
-        prompt = Draft(source, renderer, keep_unfinished=True).next_prompt()
-        lengths.append(0 if prompt is None else len(prompt))
+    lengths: list[int] = []
+    for begin in range(0, len(sources), _TOGETHER):
+        drafts = (Draft(source, renderer, keep_unfinished=True) for source in sources[begin : begin + _TOGETHER])
+        turns = [draft.next_turn() for draft in drafts]
+        prompts = iter(renderer.prompts([turn for turn in turns if turn is not None]))
+        lengths += [0 if turn is None else len(next(prompts)) for turn in turns]
     order = sorted(range(len(sources)), key=lambda i: (-lengths[i], i))
     for begin in range(0, len(order), size):
         yield order[begin : begin + size]

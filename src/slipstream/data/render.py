@@ -106,13 +106,18 @@ class Renderer:
 
         A conversation that ends with another role is prefilled whole. Raises DataError if nothing would be prefilled.
         """
-        if conversation.kind == "raw":
-            ids = self._raw_prompt(conversation.prompt)
-        else:
-            ids = self._encode([self._template.prompt(conversation)])[0]
-        if not ids:
-            raise DataError(f"{conversation.origin}: there is no prompt to decode from; give messages or a prompt")
-        return ids
+        return self.prompts([conversation])[0]
+
+    def prompts(self, conversations: Sequence[Conversation]) -> list[list[int]]:
+        """As ``prompt_ids``, for many: they are tokenized at once (the tokenizer is parallel)."""
+        chat = iter(self._encode([self._template.prompt(c) for c in conversations if c.kind == "chat"]))
+        found = []
+        for conversation in conversations:
+            ids = self._raw_prompt(conversation.prompt) if conversation.kind == "raw" else next(chat)
+            if not ids:
+                raise DataError(f"{conversation.origin}: there is no prompt to decode from; give messages or a prompt")
+            found.append(ids)
+        return found
 
     def as_ansi(self, sample: RenderedSample) -> str:
         """Return a sample's text for a terminal: supervised tokens green, specials in reverse, controls escaped."""

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from slipstream.compilation.tuning_counts import tune_for_any_count
 from slipstream.decoding.packed import packed_linears
 from slipstream.decoding.short_states import ShortBlocks
 
@@ -32,9 +33,12 @@ _EQUIPPED: WeakKeyDictionary[nn.Module, Equipment] = WeakKeyDictionary()
 def equipped(target: Target, network: nn.Module | None = None) -> Iterator[Equipment]:
     """Equip ``target`` and ``network`` (a drafter) for decoding while entered. Weights must not change inside.
 
-    On a CPU their linear layers are laid out once and recurrent layers get short blocks; a GPU needs neither.
+    On a CPU their linear layers are laid out once and recurrent layers get short blocks; a GPU needs neither, but its
+    kernels must not be tuned anew whenever a row ends.
     Entered again for the same target, only a network that is new is equipped. Thread-safe as the target is.
     """
+    if target.device.type == "cuda":
+        tune_for_any_count()
     found = _EQUIPPED.get(target.model)
     if found is not None:
         with packed_linears(network):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.decoding.equipment import equipped
+from slipstream.decoding.growing import GrowingAnswers
 from slipstream.decoding.prefill import DecoderCall, prefill
-from slipstream.decoding.responses import Decoded, Progress, Response, batches, check_prompts
+from slipstream.decoding.responses import Decoded, Progress, Response, batches, check_prompts, kept_rows
 from slipstream.decoding.sampling import check_temperature, choose, uniforms
 from slipstream.decoding.steps import StepState
-from slipstream.errors import DecodingError
 from slipstream.records import Generation
 from slipstream.target.kernels import on_device
 
@@ -130,38 +130,38 @@ def decode_batches(
 def _decode_batch(
     call: DecoderCall, rows: list[Response], limit: int, temperature: float, seed: int, clock: Clock
 ) -> list[Response]:
-    """Decode one batch; rows that end are dropped, so that the others do not pay for them."""
-    done: list[Response] = []
+    """Decode one batch; rows that end are dropped, so that the others do not pay for them.
+
+    One host sync a step, and no loop over the rows: which tokens were written.
+    """
     device = call.target.device
     started = clock.now()
     state = prefill(call, [r.prompt for r in rows], None)
     noise = draw_noise(rows, seed, limit, temperature, device)
     tokens, finite = choose(state.logits, temperature, None if noise is None else noise[:, 0])
+    answers = GrowingAnswers(rows)
     steps = StepState(call, state, limit)
     del state
     with steps:
         for step in range(limit):
-            keep = []
-            for row, (token, ok) in enumerate(torch.stack([tokens, finite.long()], dim=1).tolist()):
-                check_finite(rows[row], bool(ok))
-                if rows[row].take([token], counted=False):
-                    done.append(rows[row])
-                else:
-                    keep.append(row)
+            written, ok = torch.stack([tokens, finite.long()]).cpu().numpy()
+            answers.take(written, ok.astype(bool))
             if step == 0:
                 clock.prefilled(started)
-            if not keep:
+            live = int(answers.live.sum())
+            if live == 0:
                 break
-            if len(keep) < len(rows):
-                rows = [rows[i] for i in keep]
+            keep = kept_rows(answers.live.tolist(), device)
+            if keep is not None:
                 kept = torch.tensor(keep, device=device)
                 tokens = tokens[kept]
                 noise = None if noise is None else noise[kept]
+                answers.keep(keep)
                 steps.keep(keep)
             logits = call.target.head(steps.step(tokens))
             tokens, finite = choose(logits, temperature, None if noise is None else noise[:, step + 1])
-            clock.round(len(rows))
-    return done
+            clock.round(live)
+    return answers.done
 
 
 def draw_noise(
@@ -171,15 +171,6 @@ def draw_noise(
     if temperature == 0:
         return None
     return torch.stack([uniforms(seed, r.index, count) for r in rows]).to(device)
-
-
-def check_finite(response: Response, finite: bool) -> None:
-    """Raise DecodingError when the target's logits for ``response`` were not finite."""
-    if not finite:
-        raise DecodingError(
-            f"the target's logits are not finite for prompt {response.index} after {len(response.output)} tokens; "
-            "load the target in bfloat16 or float32"
-        )
 
 
 class Clock:
@@ -210,7 +201,7 @@ class Clock:
         self._prefill += self.now() - started
 
     def round(self, rows: int) -> None:
-        """Count one target pass over ``rows`` rows."""
+        """Count one target pass over ``rows`` rows that have not ended."""
         self._rounds += 1
         self._row_rounds += rows
 

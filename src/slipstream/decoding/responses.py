@@ -1,4 +1,4 @@
-"""Prompts that are checked and cut into batches, and responses that grow until eos or the token limit."""
+"""Prompts that are checked and cut into batches, responses that grow until eos or the token limit, and who goes on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from slipstream.errors import DecodingError
 from slipstream.records import Generation
 
 if TYPE_CHECKING:
+    import torch
+
     from slipstream.target.model import TargetInfo
 
 Progress = Callable[[int, int], None]
@@ -137,3 +139,37 @@ def batches(
             )
             for i in order[at : at + batch_size]
         ]
+
+
+def kept_rows(live: Sequence[bool], device: torch.device) -> list[int] | None:
+    """Return which rows of a batch go on, in their order, or None for all, given which have not ended (some have not).
+
+    On a CPU, where each row costs, they are the live ones. On a GPU dropping rows copies all states, and each number of
+    rows that is new has its price (kernels are made for it): a batch shrinks to 1, 2, 3, 4, 6, 8, 12, 16, ... rows
+    only, and rows that have ended fill it up.
+    """
+    count = sum(live)
+    size = count if device.type == "cpu" else _size_for(count)
+    if size >= len(live):
+        return None
+    kept, spare = [], size - count
+    for row, goes_on in enumerate(live):
+        if goes_on or spare > 0:
+            kept.append(row)
+            spare -= not goes_on
+    return kept
+
+
+def _size_for(count: int) -> int:
+    """Return the smallest power of two, or one and a half of one, that is at least ``count``."""
+    power = 1 << (count - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and power * 3 // 4 >= count else power
+
+
+def check_finite(response: Response, finite: bool, length: int) -> None:
+    """Raise DecodingError when the target's logits for ``response`` after ``length`` tokens were not finite."""
+    if not finite:
+        raise DecodingError(
+            f"the target's logits are not finite for prompt {response.index} after {length} tokens; "
+            "load the target in bfloat16 or float32"
+        )

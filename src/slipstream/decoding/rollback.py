@@ -150,7 +150,7 @@ class TargetState:
         return mask.masked_fill_(~allowed, torch.finfo(dtype).min)
 
     def commit(self, counts: Sequence[int]) -> None:
-        """Keep the first ``counts[r]`` tokens of the last block in row r. 0 marks a row that ``keep`` drops next."""
+        """Keep the first ``counts[r]`` tokens of the last block in row r. 0 marks a row that has ended."""
         self.starts = [start + count for start, count in zip(self.starts, counts, strict=True)]
         self._recurrent.roll_back(counts, self._cursor.positions.shape[1], self._device)
 

@@ -23,7 +23,6 @@ import torch
 
 from slipstream.decoding.plain import (
     Clock,
-    check_finite,
     decode_batches,
     decode_plain,
     draw_noise,
@@ -31,7 +30,7 @@ from slipstream.decoding.plain import (
 )
 from slipstream.decoding.prefill import DecoderCall, prefill
 from slipstream.decoding.proposer import DrafterProposer, Proposer, resolve_block_size
-from slipstream.decoding.responses import Decoded, Progress, Response, SpeculativeGeneration
+from slipstream.decoding.responses import Decoded, Progress, Response, SpeculativeGeneration, check_finite, kept_rows
 from slipstream.decoding.rollback import TargetState
 from slipstream.decoding.sampling import check_temperature, choose
 from slipstream.records import Generation
@@ -136,7 +135,10 @@ def _decode_batch(
     seed: int,
     clock: Clock,
 ) -> list[Response]:
-    """Decode one batch to its end. One host sync a round: what was accepted."""
+    """Decode one batch to its end. One host sync a round: what was accepted.
+
+    A row that has ended keeps nothing of a block; where it may stay in the batch (``kept_rows``), it is not looked at.
+    """
     target, device = call.target, call.target.device
     done: list[Response] = []
     started = clock.now()
@@ -150,23 +152,24 @@ def _decode_batch(
     anchors = tokens
     committed = [[token] for token in tokens.tolist()]
     for row, ok in zip(rows, finite.tolist(), strict=True):
-        check_finite(row, ok)
+        check_finite(row, ok, 0)
     del first
     clock.prefilled(started)
     counted = False
     with state:
         while True:
-            keep = []
-            for number, (row, new) in enumerate(zip(rows, committed, strict=True)):
-                if row.take(new, counted=counted):
+            counts = []
+            for row, new in zip(rows, committed, strict=True):
+                goes_on = row.finish is None and not row.take(new, counted=counted)
+                if new and not goes_on:
                     done.append(row)
-                else:
-                    keep.append(number)
+                counts.append(len(new) if goes_on else 0)
             if counted:
-                state.commit([len(new) if n in set(keep) else 0 for n, new in enumerate(committed)])
-            if not keep:
+                state.commit(counts)
+            if not any(counts):
                 return done
-            if len(keep) < len(rows):
+            keep = kept_rows([count > 0 for count in counts], device)
+            if keep is not None:
                 rows = [rows[i] for i in keep]
                 index = torch.tensor(keep, device=device)
                 anchors = anchors[index]
@@ -186,10 +189,13 @@ def _decode_batch(
             anchors = choices.gather(1, accepted[:, None]).squeeze(1)
             if taps is not None:
                 proposer.observe(taps.features(), state.starts)
-            clock.round(len(rows))
+            clock.round(sum(row.finish is None for row in rows))
             counted = True
             committed = []
             fetched = torch.cat([accepted[:, None], finite.all(dim=1, keepdim=True).long(), choices], dim=1).tolist()
             for row, (count, ok, *chosen) in zip(rows, fetched, strict=True):
-                check_finite(row, bool(ok))
+                if row.finish is not None:  # it has ended, and is still in the batch
+                    committed.append([])
+                    continue
+                check_finite(row, bool(ok), len(row.output))
                 committed.append(chosen[: count + 1])

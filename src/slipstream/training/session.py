@@ -14,6 +14,7 @@ import torch
 from slipstream.compilation import install, verify
 from slipstream.compilation.bundle_live import load_for_run
 from slipstream.compilation.fingerprint import work
+from slipstream.compilation.tuning_counts import tune_for_any_count
 from slipstream.config import Recipe, TrainingConfig
 from slipstream.data.pack import PackedDataset, build_dataset, tokenizer_digest
 from slipstream.drafter.attention import RefreshableAttention, build_attention
@@ -158,6 +159,7 @@ def prepare(
     """
     training = recipe.training
     install(allow_unknown=recipe.run.allow_unknown_versions)
+    tune_for_any_count()
     if recipe.run.threads > 0:
         torch.set_num_threads(recipe.run.threads)
     device = resolve_device(recipe.run.device)

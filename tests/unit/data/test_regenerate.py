@@ -244,6 +244,42 @@ def test_answers_that_the_template_refuses_are_left_out(tmp_path: Path) -> None:
     assert (report.rows, report.unrenderable) == (2, 1)
 
 
+def test_a_group_is_tokenized_together_and_answered_as_each_alone(tmp_path: Path, monkeypatch: Any) -> None:
+    calls: list[int] = []
+    encode = Renderer._encode
+    monkeypatch.setattr(Renderer, "_encode", lambda self, texts: calls.append(len(texts)) or encode(self, texts))
+    template = THINKING.replace(
+        "{{ m.content }}", "{% if 'bad' in m.content %}{{ raise_exception('no') }}{% endif %}{{ m.content | trim }}"
+    )
+    said = ["<think>\nhm\n</think>\n\nyes", " spaced ", "bad", "", "<think>\nnever closed", "fine", "x" * 99]
+
+    def answer(text: str) -> str:
+        return said[int(text.partition("Question ")[2].partition(".")[0]) % len(said)]
+
+    options: dict[str, Any] = {"template": template, "data": DataConfig(thinking="on")}
+    found = [
+        run(tmp_path, chats(21, turns=2), Says(answer), name=name, batch_size=size, **options)
+        for name, size in (("alone.jsonl", 1), ("all.jsonl", 21))
+    ]
+    assert rows(tmp_path / "alone.jsonl") == rows(tmp_path / "all.jsonl")
+    alone, whole = ({**f.as_json(), "output": "", "seconds": 0} for f in found)
+    assert alone == whole
+    assert min(found[0].unrenderable, found[0].retokenised_differently, found[0].unfinished, found[0].empty) > 0
+    calls.clear()
+    run(tmp_path, chats(60), Says("fine"), name="many.jsonl", batch_size=60)
+    assert [n for n in calls if n] == [
+        60,
+        60,
+        120,
+    ]  # lengths, prompts, answers: behind their prompts, and the prompts again
+
+
+def test_one_prompt_that_cannot_be_made_names_its_origin(tmp_path: Path) -> None:
+    template = "{% if 'Question 2' in messages[0].content %}{{ raise_exception('no') }}{% endif %}" + CHATML
+    with pytest.raises(DataError, match=r"f.jsonl:3: the chat template refuses the conversation: .*no"):
+        run(tmp_path, chats(4), Says("fine"), template=template)
+
+
 def test_reasoning_gets_its_own_field_and_the_ids_stay(tmp_path: Path) -> None:
     says = Says("<think>\nhm\n</think>\n\nyes")
     report = run(tmp_path, chats(2), says, template=THINKING, data=DataConfig(thinking="on"))
