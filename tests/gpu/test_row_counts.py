@@ -1,6 +1,7 @@
 """Decoding a hybrid target on a GPU: neither other prompt lengths nor rows that end make FLA's kernels be tuned anew.
 
-FLA must be importable (``PYTHONPATH=.venv/fla`` where it lies aside).
+In bfloat16: float32 decodes by the recurrent kernel alone (``target.rules``), which is not tuned. FLA must be
+importable (``PYTHONPATH=.venv/fla`` where it lies aside).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     save_tiny_target(
         directory, "qwen3_5", scale=2.0, hidden_size=256, head_dim=64, linear_key_head_dim=64, linear_value_head_dim=64
     )
-    loaded = load_target(TargetConfig(path=str(directory), dtype="float32"), device=torch.device("cuda"))
+    loaded = load_target(TargetConfig(path=str(directory), dtype="bfloat16"), device=torch.device("cuda"))
     ending = copy.copy(loaded)
     ending.info = dataclasses.replace(loaded.info, eos_ids=tuple(range(0, 250, 12)))
     return ending
