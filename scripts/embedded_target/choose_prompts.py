@@ -27,8 +27,6 @@ from slipstream.decoding.plain import generate_plain
 from slipstream.errors import SlipstreamError
 from slipstream.target.model import load_target
 
-SHORTEST = 16  # tokens; in a shorter answer there is nothing to accelerate
-
 
 def rates(answers: Sequence[Sequence[int]], ends: frozenset[int]) -> dict[str, Any]:
     """Return what share of answers (token ids) ends in a token of ``ends``, and what share loops at each period."""
@@ -44,9 +42,9 @@ def rates(answers: Sequence[Sequence[int]], ends: frozenset[int]) -> dict[str, A
     return found
 
 
-def fit(answer: Sequence[int], ends: frozenset[int]) -> bool:
-    """Say whether an answer ends, is not very short, and does not loop."""
-    return answer[-1] in ends and len(answer) >= SHORTEST and loop_period(answer, max(PERIODS)) is None
+def fit(answer: Sequence[int], ends: frozenset[int], shortest: int) -> bool:
+    """Say whether an answer ends, has ``shortest`` tokens or more, and does not loop."""
+    return answer[-1] in ends and len(answer) >= shortest and loop_period(answer, max(PERIODS)) is None
 
 
 def main() -> None:
@@ -57,6 +55,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--count", type=int, default=240)
     parser.add_argument("--max-new-tokens", type=int, default=192)
+    parser.add_argument("--shortest", type=int, default=24, help="tokens; a shorter answer has nothing to accelerate")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--limit", type=int, default=0, help="look at so many prompts; 0 is all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -75,10 +74,11 @@ def main() -> None:
     )
     answers = [list(generation.output_ids) for generation in generations]
     ends = frozenset(target.info.eos_ids)
-    chosen = [i for i, answer in enumerate(answers) if fit(answer, ends)][: args.count]
+    chosen = [i for i, answer in enumerate(answers) if fit(answer, ends, args.shortest)][: args.count]
     report = {
         "target_digest": target.info.digest,
         "max_new_tokens": args.max_new_tokens,
+        "shortest": args.shortest,
         "all": rates(answers, ends),
         "chosen": rates([answers[i] for i in chosen], ends),
         "tokens_per_second": round(sum(map(len, answers)) / seconds, 1),

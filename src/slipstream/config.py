@@ -210,7 +210,7 @@ class EvaluationConfig:
     block_size: int = 0
     """Block that evaluate decodes with, 2 to the trained size; 0: the trained one. While training it is that."""
     draft_whole_block: bool = False
-    """Fill every slot that the drafter was trained with, and verify the first of them; no: only those, as servers do."""
+    """Fill every slot that the drafter was trained with and verify the first; off: only those, as servers."""
     compare_block_sizes: tuple[int, ...] = ()
     """Block sizes that evaluate tries first, on held-out prompts of their own; it then decodes with the fastest."""
 

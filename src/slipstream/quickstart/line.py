@@ -19,7 +19,7 @@ from slipstream.config import Recipe
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.pairs import pair_directory, shipped_drafter
 from slipstream.quickstart.curve import learning_curve, print_curves
-from slipstream.quickstart.settings import Choice, packaged_recipe, pair_of, quickstart_recipe
+from slipstream.quickstart.settings import Choice, packaged_recipe, pair_of, quickstart_recipe, shipped_settings
 from slipstream.quickstart.summary import print_summary, what_this_was
 from slipstream.recipe import load_recipe, recipe_as_toml, require_warm_start
 
@@ -118,6 +118,7 @@ def _run_line(
     recipe: Recipe, typed: Sequence[str], overrides: Sequence[str], *, resume: bool, console: Console
 ) -> None:
     """Train, evaluate and export. ``typed``: the command's arguments, for the run's record."""
+    from slipstream.drafter.store import read_config
     from slipstream.evaluation.command import evaluate_path
     from slipstream.export.zlab import export_run
     from slipstream.preflight import cheap_checks
@@ -168,7 +169,8 @@ def _run_line(
     if shipped is not None:
         headline("The same prompts with the drafter that is shipped")
         output = directory / "evaluation_shipped.json"
-        other = evaluate_path(directory, changed, drafter=shipped, output=output, console=console)
+        settings = [*changed, *shipped_settings(recipe, read_config(shipped).block_size)]
+        other = evaluate_path(directory, settings, drafter=shipped, output=output, console=console)
         assert other is not None
         measured["shipped"] = other
     headline("Export: the drafter directory, read back and compared")
@@ -180,7 +182,7 @@ def _run_line(
     say(f"\nDone, after {time.monotonic() - began:.0f} s.")
     print_summary(measured, console)
     if recipe.drafter.warm_start is None:
-        say(what_this_was(result.tau, result.baselines, training_length(recipe), recipe.run.device))
+        say(what_this_was(measured, training_length(recipe), recipe.run.device))
     activate = "" if program() == "slipstream" else f"  source {Path(program()).with_name('activate')}\n"
     own_start = (
         ""

@@ -14,6 +14,7 @@ from slipstream.recipe import apply_overrides, load_recipe, validate
 
 Start = Literal["scratch", "shipped"]
 STARTS: tuple[Start, ...] = ("scratch", "shipped")
+MANY_SLOTS = 4  # a smaller block has no half that is worth a trial
 CONTINUED = 4  # learning rates are divided by it for a drafter that is trained already
 
 
@@ -64,6 +65,18 @@ def quickstart_recipe(choice: Choice | None = None, overrides: Sequence[str] = (
         recipe = apply_overrides(recipe, overrides)
     validate(recipe)
     return recipe
+
+
+def shipped_settings(recipe: Recipe, trained: int) -> list[str]:
+    """Return the overrides that the shipped drafter is evaluated with: its block is found by measurement.
+
+    It drafts the whole block that it was trained with (``trained``), and about half of that is tried beside all of it.
+    Nothing is changed for who has set a block size.
+    """
+    if recipe.evaluation.block_size or recipe.evaluation.compare_block_sizes or trained < MANY_SLOTS:
+        return []
+    sizes = (str(trained // 2 + 1), str(trained))
+    return ["--evaluation.draft_whole_block", "true", "--evaluation.compare_block_sizes", *sizes]
 
 
 def pair_of(recipe: Recipe) -> str | None:

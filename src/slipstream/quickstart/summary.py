@@ -38,16 +38,20 @@ def print_summary(measured: Mapping[str, EvalResult], console: Console) -> None:
     console.print(table)
 
 
-def what_this_was(tau: float, baselines: Mapping[str, float], length: str, device: str) -> str:
-    """Return the honest sentence about what a few minutes can and cannot give, with what was measured."""
-    name, best = max(baselines.items(), key=lambda item: item[1])
+def what_this_was(measured: Mapping[str, EvalResult], length: str, device: str) -> str:
+    """Return the honest sentence about what a few minutes can and cannot give, with what was measured.
+
+    The first of ``measured`` is this run's drafter, the second, where there is one, the shipped one.
+    """
+    (_, run), *others = measured.items()
+    name, best = max(run.baselines.items(), key=lambda item: item[1])
     beside = (
-        f"the free {name.replace('_', ' ')} reaches {best:.3f}, and this drafter does not pay off"
-        if best >= tau
+        f"the best free baseline, {name.replace('_', ' ')}, reaches {best:.3f} without any training"
+        if best >= run.tau
         else f"it beats the best free baseline here ({name.replace('_', ' ')}, {best:.3f})"
     )
+    more = "".join(f" What more training gives, on a GPU: {other.tau:.3f} ({which})." for which, other in others)
     return (
         f"{length} of training ({device}) show that the line works. Untrained, acceptance is 1.0 tokens a target pass; "
-        f"here it is {tau:.3f}; {beside}. A drafter that serves well needs GPU hours "
-        "and hundreds of millions of tokens."
+        f"here it is {run.tau:.3f}; {beside}.{more}"
     )

@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,9 +35,14 @@ def test_an_earlier_run_is_renamed_and_keeps_everything(tmp_path: Path) -> None:
     assert kept[0] != kept[1]
 
 
-@pytest.mark.parametrize(("lookup", "says"), [(1.5, "prompt lookup reaches 1.500"), (1.1, "beats the best free")])
+@pytest.mark.parametrize(("lookup", "says"), [(1.5, "prompt lookup, reaches 1.500"), (1.1, "beats the best free")])
 def test_the_honest_sentence_names_what_was_measured(lookup: float, says: str) -> None:
-    text = what_this_was(1.1234, {"bigram": 1.05, "prompt_lookup": lookup}, "3.5 minutes", "cpu")
+    run = SimpleNamespace(tau=1.1234, baselines={"bigram": 1.05, "prompt_lookup": lookup})
+    text = what_this_was({"this run": run}, "3.5 minutes", "cpu")
+    assert "GPU" not in text
+    assert "on a GPU: 2.500 (shipped)" in what_this_was(
+        {"this run": run, "shipped": SimpleNamespace(tau=2.5)}, "3.5 minutes", "cpu"
+    )
     assert "1.123" in text
     assert "3.5 minutes" in text
     assert "rises" not in text  # it may be 1.000
@@ -134,10 +140,12 @@ def test_a_pair_with_a_shipped_drafter_is_measured_beside_it(tmp_path: Path, mon
     own, shipped = (
         json.loads((run / name).read_text(encoding="utf-8")) for name in ("evaluation.json", "evaluation_shipped.json")
     )
-    assert (own["block_size"], shipped["block_size"]) == (4, 6)
+    assert (own["block_size"], own["drafted_block_size"], shipped["drafted_block_size"]) == (4, 4, 6)
+    assert [tried["block_size"] for tried in shipped["block_comparison"]["tried"]] == [4, 6]
+    assert shipped["block_size"] == shipped["block_comparison"]["chosen"]
     assert shipped["drafter"] == str(tmp_path / "embedded" / "drafter")
     assert own["prompts"] == shipped["prompts"] == 3
-    assert text.count("(free)") == 8  # four baselines at each of the two block sizes
+    assert text.count("(free)") == 4 * len({4, shipped["block_size"]})  # four baselines at each block size
 
     mine = tmp_path / "mine.jsonl"
     mine.write_text("".join(json.dumps({"prompt": f"number {i}"}) + "\n" for i in range(20)), encoding="utf-8")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from slipstream import pairs
-from slipstream.config import Recipe
+from slipstream.config import EvaluationConfig, Recipe
 from slipstream.errors import ConfigError
-from slipstream.quickstart.settings import Choice, packaged_recipe, pair_of, quickstart_recipe
+from slipstream.quickstart.settings import Choice, packaged_recipe, pair_of, quickstart_recipe, shipped_settings
 from support.tiny_pair import write_pair
 
 
@@ -54,6 +54,15 @@ def test_from_shipped_takes_the_drafters_shape_and_a_smaller_step(
     assert shipped.training.learning_rate == scratch.training.learning_rate / 4
     assert shipped.training.muon_learning_rate == scratch.training.muon_learning_rate / 4
     assert shipped.data == scratch.data
+
+
+def test_the_shipped_drafters_block_is_found_by_measurement_unless_one_is_named() -> None:
+    assert shipped_settings(Recipe(), 8) == [
+        "--evaluation.draft_whole_block", "true", "--evaluation.compare_block_sizes", "5", "8",
+    ]  # fmt: skip
+    assert shipped_settings(Recipe(), 3) == []
+    assert shipped_settings(Recipe(evaluation=EvaluationConfig(block_size=4)), 8) == []
+    assert shipped_settings(Recipe(evaluation=EvaluationConfig(compare_block_sizes=(4, 6))), 8) == []
 
 
 def test_a_pair_without_a_drafter_cannot_be_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,11 @@ END = frozenset({1})
 
 def test_fit_answers_end_are_not_short_and_do_not_loop() -> None:
     good = [*range(100, 130), 1]
-    assert script.fit(good, END)
-    assert not script.fit(good[:-1], END)
-    assert not script.fit([*range(100, 110), 1], END)
-    assert not script.fit([*([5, 6] * 12), 1], END)
-    assert not script.fit([*([*range(200, 220)] * 3), 1], END)  # a line of 20 tokens
+    assert script.fit(good, END, 16)
+    assert not script.fit(good[:-1], END, 16)
+    assert not script.fit([*range(100, 110), 1], END, 16)
+    assert not script.fit([*([5, 6] * 12), 1], END, 16)
+    assert not script.fit([*([*range(200, 220)] * 3), 1], END, 16)  # a line of 20 tokens
 
 
 def test_rates_count_each_period() -> None:
@@ -35,12 +35,12 @@ def test_the_whole_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     prompts, out = write_conversations(tmp_path / "prompts.jsonl", 5), tmp_path / "chosen.jsonl"
     arguments = ["--target", tmp_path / "target", "--prompts", prompts, "--out", out, "--count", 2, "--device", "cpu"]
     monkeypatch.setattr("sys.argv", ["choose_prompts", *map(str, arguments), "--max-new-tokens", "20"])
-    monkeypatch.setattr(script, "fit", lambda answer, ends: len(answer) > 1)
+    monkeypatch.setattr(script, "fit", lambda answer, ends, shortest: len(answer) > 1)
     script.main()
     chosen = list(read_conversations([str(out)]))
     assert [c.messages[0].content for c in chosen] == [f"Question {i}.0: what is {i} plus 0?" for i in range(2)]
     report = json.loads(Path(f"{out}.report.json").read_text(encoding="utf-8"))
     assert (report["all"]["answers"], report["chosen"]["answers"]) == (5, 2)
-    monkeypatch.setattr(script, "fit", lambda answer, ends: False)
+    monkeypatch.setattr(script, "fit", lambda answer, ends, shortest: False)
     script.main()
     assert "only 0 of 5 prompts are fit" in capsys.readouterr().out
