@@ -55,6 +55,12 @@ def thinned_metrics(lines: Iterable[str]) -> list[str]:
     return [rows[i][1] for i in sorted(kept)]
 
 
+def last_step(metrics: Path) -> int:
+    """Return the last step of a run."""
+    with metrics.open(encoding="utf-8") as lines:
+        return max(int(json.loads(line)["step"]) for line in lines)
+
+
 def scrubbed_run(record: dict[str, Any]) -> dict[str, Any]:
     """Return what of ``run.json`` tells how a run went, without where on which machine."""
     found = {name: record[name] for name in RECORDED if name in record}
@@ -141,6 +147,8 @@ def main() -> None:
         card = card.replace(str(args.target), f"slipstream/pairs/{args.pair}/target")
     if args.target is not None:
         (pair / "NOTICE.md").write_text(notice(PACKAGES), encoding="utf-8")
+    # Where the checkpoints stayed behind, the export does not know the step; the metrics do.
+    card = card.replace("step not recorded", f"step {last_step(args.run / 'metrics.jsonl')}")
     (pair / "drafter" / "README.md").write_text(card, encoding="utf-8")
 
     run = pair / "run"
