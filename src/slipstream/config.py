@@ -138,6 +138,8 @@ class TrainingConfig:
     """Anchors drawn per row and pass, at most; drawn anew each time."""
     draws_per_prefill: int = 1
     """Anchor draws for each pass of the target."""
+    short_blocks: float = 0.0
+    """Share of the blocks that are cut to a drawn length, from 2 to a block less 1: for decoding in shorter ones."""
     loss: Literal["decay", "dpace"] = "decay"
     """Slot weights: exp(-(k-1)/gamma), or D-PACE (confidence-weighted)."""
     gamma: float = 0.0

@@ -220,6 +220,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "training.gamma": (0, 1e6),
     "training.dpace_alpha": (0, 1),
     "training.soft_share": (1e-6, 1),
+    "training.short_blocks": (0, 0.95),
     "training.learning_rate": (1e-12, 1e3),
     "training.muon_learning_rate": (1e-12, 1e3),
     "training.muon_momentum": (0, 1 - 1e-9),

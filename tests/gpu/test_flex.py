@@ -47,18 +47,19 @@ SHAPES = [
 ]
 
 
+@pytest.mark.parametrize("short_share", [0.0, 0.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("documents", "context", "anchors", "block_size", "window"), SHAPES)
-def test_flex_equals_dense_in_values_and_gradients(documents, context, anchors, block_size, window, dtype):
+def test_flex_equals_dense_in_values_and_gradients(documents, context, anchors, block_size, window, dtype, short_share):
     config = model_config(block_size=block_size, sliding=window)
     rows, queries = len(documents), anchors * block_size
     batch = packed_batch(documents, context, supervised=0.97).to(DEVICE)
-    blocks = draw_blocks(batch, config, anchors)
-    flex = build_attention("auto", config, rows, context, anchors, DEVICE)
+    blocks = draw_blocks(batch, config, anchors, short_share=short_share)
+    flex = build_attention("auto", config, rows, context, anchors, DEVICE, lengths=short_share > 0)
     assert isinstance(flex, FlexAttention)
     dense = DenseAttention(config, context)
     for attention in (flex, dense):
-        attention.update(blocks.anchors, blocks.document_start, blocks.keep)
+        attention.update(blocks.anchors, blocks.document_start, blocks.keep, blocks.length)
     upstream = normal(rows, 8, queries, 64, seed=7).to(DEVICE)
     for layer in range(config.layers):
         results = []
@@ -178,7 +179,7 @@ def test_cpu_and_gpu_draw_the_same_blocks():
     config = model_config()
     for seed in range(20):
         batch = packed_batch([[300, 84], [200], [], [384]], 384, seed=seed)
-        here, there = draw_blocks(batch, config, 64, seed), draw_blocks(batch.to(DEVICE), config, 64, seed)
+        here, there = (draw_blocks(b, config, 64, seed, short_share=0.5) for b in (batch, batch.to(DEVICE)))
         for field in dataclasses.fields(here):
             assert torch.equal(getattr(here, field.name), getattr(there, field.name).cpu()), field.name
 

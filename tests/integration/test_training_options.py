@@ -1,4 +1,4 @@
-"""Runs with another optimizer or with soft labels: they learn, go on to the bit, and are not mixed up."""
+"""Runs with another optimizer, soft labels or short blocks: they learn, go on to the bit, and are not mixed up."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from support.tiny_run import lines, make_inputs, quiet_train, tiny_recipe
 OPTIONS: dict[str, dict[str, Any]] = {
     "muon": {"training__optimizer": "muon", "training__weight_decay": 0.01},
     "soft": {"training__labels": "soft", "training__loss": "dpace"},
+    "short": {"training__short_blocks": 0.5},
     "both": {"training__labels": "soft", "training__soft_share": 0.5, "training__optimizer": "muon"},
 }
 # Two micro-batches and two draws a step, and a metric window that the checkpoint cuts in half.
@@ -60,8 +61,9 @@ def test_it_learns(root: Path, tmp_path: Path, option: str):
     summary, _ = quiet_train(tiny_recipe(root, tmp_path / "run", **settings))
     rows = lines(summary.directory)
     losses = [row["loss"] for row in rows]
-    # A target of random weights is sure of next to nothing: its distribution alone teaches little.
-    assert sum(losses[-5:]) < (0.999 if option == "soft" else 0.97) * sum(losses[:5])
+    # A target of random weights is sure of next to nothing: its distribution alone teaches little. AdamW with neither
+    # option comes to 0.975.
+    assert sum(losses[-5:]) < {"soft": 0.999, "short": 0.98}.get(option, 0.97) * sum(losses[:5])
     assert ("hard_loss" in rows[0]) == ("soft" in settings.values())
 
 
@@ -94,6 +96,9 @@ def finished(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         ("muon", {"training__muon_learning_rate": 0.1}, r"training\.muon_learning_rate = 0\.02, this run has 0\.1"),
         ("plain", {"training__labels": "soft"}, r"training\.labels = 'hard', this run has 'soft'"),
         ("soft", {"training__labels": "hard"}, r"training\.labels = 'soft', this run has 'hard'"),
+        ("short", {"training__short_blocks": 0.25}, r"training\.short_blocks = 0\.5, this run has 0\.25"),
+        ("plain", {"training__short_blocks": 0.5}, r"training\.short_blocks"),
+        ("short", {"training__short_blocks": 0.0}, r"training\.short_blocks"),
         ("both", {"training__soft_share": 0.25}, r"training\.soft_share = 0\.5, this run has 0\.25"),
     ],
 )

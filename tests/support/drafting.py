@@ -61,7 +61,9 @@ def packed_batch(rows: Sequence[Sequence[int]], length: int, *, seed: int = 0, s
     )
 
 
-def draw_blocks(batch: PackedBatch, config: DrafterConfig, anchors: int, seed: int = 0) -> Blocks:
+def draw_blocks(
+    batch: PackedBatch, config: DrafterConfig, anchors: int, seed: int = 0, *, short_share: float = 0.0
+) -> Blocks:
     """Sample blocks with a fresh generator."""
     return sample_blocks(
         batch,
@@ -69,6 +71,7 @@ def draw_blocks(batch: PackedBatch, config: DrafterConfig, anchors: int, seed: i
         block_size=config.block_size,
         mask_token_id=config.mask_token_id,
         generator=torch.Generator().manual_seed(seed),
+        short_share=short_share,
     )
 
 

@@ -23,7 +23,9 @@ class Blocks:
     keep bool [R, N]: False for padding. labels int64 [R, N, B-1]: the token at anchor + k for slot k = 1..B-1 (not
     shifted). valid bool [R, N, B-1]: slots that carry loss: supervised without a hole since the anchor, and inside the
     anchor's document. noise_ids int64 [R, N, B]: the anchor's id, then mask tokens. positions int64 [R, N, B]: counted
-    within the document. document_start int64 [R, N]: index in the row where the anchor's document begins.
+    within the document. document_start int64 [R, N]: index in the row where the anchor's document begins. length int64
+    [R, N]: slots of each block that are there, 2..B, the anchor's counted; the others are seen by none and carry no
+    loss. None: all are there.
     """
 
     anchors: Tensor
@@ -33,6 +35,7 @@ class Blocks:
     noise_ids: Tensor
     positions: Tensor
     document_start: Tensor
+    length: Tensor | None = None
 
 
 def valid_anchors(batch: PackedBatch) -> Tensor:
@@ -61,8 +64,27 @@ def draw_anchors(valid: Tensor, anchors: int, generator: torch.Generator) -> tup
     return index, index < tokens - 1
 
 
-def blocks_at(batch: PackedBatch, anchors: Tensor, keep: Tensor, *, block_size: int, mask_token_id: int) -> Blocks:
-    """Return the blocks that given anchors [R, N] open. No host sync."""
+def draw_lengths(
+    rows: int, anchors: int, *, block_size: int, short_share: float, generator: torch.Generator, device: torch.device
+) -> Tensor:
+    """Return int64 [R, N]: 2..B-1 uniformly for a share of the blocks, B for the others. ``generator``: a CPU one."""
+    pin = device.type == "cuda"
+    draw = torch.rand(2, rows, anchors, dtype=torch.float64, generator=generator, pin_memory=pin)
+    short, where = draw.to(device, non_blocking=True)
+    shorter = 2 + (where * (block_size - 2)).long()
+    return torch.where(short < short_share, shorter, block_size)
+
+
+def blocks_at(
+    batch: PackedBatch,
+    anchors: Tensor,
+    keep: Tensor,
+    *,
+    block_size: int,
+    mask_token_id: int,
+    length: Tensor | None = None,
+) -> Blocks:
+    """Return the blocks that given anchors [R, N] open; ``length``: as in ``Blocks``. No host sync."""
     rows, number = anchors.shape
     tokens = batch.ids.shape[1]
     offsets = torch.arange(1, block_size, device=anchors.device)
@@ -77,6 +99,8 @@ def blocks_at(batch: PackedBatch, anchors: Tensor, keep: Tensor, *, block_size: 
     right = inside & gather(batch.loss_mask) & (gather(batch.document_ids) == document[..., None]) & keep[..., None]
     # Nothing after the first hole: at inference a block that ran past a turn's end has no text to be right about.
     valid = right.to(torch.int32).cumprod(-1) > 0
+    if length is not None:
+        valid = valid & (offsets < length[..., None])
     anchor_ids = batch.ids.gather(1, anchors)
     noise = torch.full((rows, number, block_size), mask_token_id, dtype=torch.int64, device=anchors.device)
     noise[..., 0] = anchor_ids
@@ -89,6 +113,7 @@ def blocks_at(batch: PackedBatch, anchors: Tensor, keep: Tensor, *, block_size: 
         noise_ids=noise,
         positions=start[..., None] + torch.arange(block_size, device=anchors.device),
         document_start=anchors - start,
+        length=length,
     )
 
 
@@ -104,11 +129,23 @@ def label_sources(blocks: Blocks, tokens: int) -> Tensor:
 
 
 def sample_blocks(
-    batch: PackedBatch, *, anchors: int, block_size: int, mask_token_id: int, generator: torch.Generator
+    batch: PackedBatch,
+    *,
+    anchors: int,
+    block_size: int,
+    mask_token_id: int,
+    generator: torch.Generator,
+    short_share: float = 0.0,
 ) -> Blocks:
     """Draw ``anchors`` blocks a row and return them, on the batch's device. No host sync, fixed shapes. Thread-safe.
 
-    The same batch and CPU generator state give the same blocks on every device.
+    The same batch and CPU generator state give the same blocks on every device. Above 0, ``short_share`` of the blocks
+    have a length of their own, which is drawn after the anchors: they stay those that they are without it.
     """
     index, keep = draw_anchors(valid_anchors(batch), anchors, generator)
-    return blocks_at(batch, index, keep, block_size=block_size, mask_token_id=mask_token_id)
+    length = None
+    if short_share > 0:
+        length = draw_lengths(
+            *index.shape, block_size=block_size, short_share=short_share, generator=generator, device=index.device
+        )
+    return blocks_at(batch, index, keep, block_size=block_size, mask_token_id=mask_token_id, length=length)

@@ -11,7 +11,7 @@
 The feature at the anchor does not exist when a block is drafted: ``j < anchor``, never ``<=``. A sliding layer of
 window W also needs p-j <= W-1 for a query at p = anchor + slot, and is causal inside its block: the rule that SGLang
 and vLLM apply to sliding layers. A padded block sees only itself, so that no row of scores is empty (a softmax of
-nothing is NaN).
+nothing is NaN). Where blocks have lengths of their own, no query sees the slots behind its block's.
 
 Letters: R rows, C context tokens of a row, N blocks of a row, B block size, Q = N*B. All indices are within a row.
 """
@@ -48,13 +48,17 @@ class RefreshableAttention(Attention, Protocol):
 
     kind: str
 
-    def update(self, anchors: Tensor, document_start: Tensor, keep: Tensor) -> None:
-        """Take a step's blocks: anchors and document_start int64 [R, N], keep bool [R, N]. No host sync."""
+    def update(self, anchors: Tensor, document_start: Tensor, keep: Tensor, length: Tensor | None = None) -> None:
+        """Take a step's blocks: anchors, document_start, length int64 [R, N], keep bool [R, N]. No host sync."""
         ...
 
 
-def predicate(low: Tensor, high: Tensor, context: int, block_size: int, window: int) -> Predicate:
+def predicate(
+    low: Tensor, high: Tensor, context: int, block_size: int, window: int, length: Tensor | None = None
+) -> Predicate:
     """Return ``allow(row, head, query, key)`` over int32 [R, N] bounds: a block's context is low <= j < high.
+
+    ``length`` int32 [R, N]: of a block's own slots only the first so many are seen; None: all.
 
     The indices may be scalars (flex traces it) or tensors that broadcast (``dense_mask``).
     """
@@ -67,6 +71,8 @@ def predicate(low: Tensor, high: Tensor, context: int, block_size: int, window: 
         if window:
             seen = seen & (end + slot - key < window)
             own = own & ((key - context) % block_size <= slot)
+        if length is not None:
+            own = own & ((key - context) % block_size < length[row, block])
         return seen | own
 
     return allow
@@ -80,13 +86,20 @@ def context_bounds(anchors: Tensor, document_start: Tensor, keep: Tensor) -> tup
 
 
 def dense_mask(
-    anchors: Tensor, document_start: Tensor, keep: Tensor, *, context: int, block_size: int, window: int = 0
+    anchors: Tensor,
+    document_start: Tensor,
+    keep: Tensor,
+    *,
+    context: int,
+    block_size: int,
+    window: int = 0,
+    length: Tensor | None = None,
 ) -> Tensor:
     """Return the mask as bool [R, Q, C+Q] (True: attend), by evaluating the predicate everywhere."""
     low, high = context_bounds(anchors, document_start, keep)
     rows, blocks = anchors.shape
     queries = blocks * block_size
-    allow = predicate(low, high, context, block_size, window)
+    allow = predicate(low, high, context, block_size, window, length)
     row = torch.arange(rows, device=anchors.device)[:, None, None]
     query = torch.arange(queries, device=anchors.device)[None, :, None]
     key = torch.arange(context + queries, device=anchors.device)[None, None, :]
@@ -107,7 +120,7 @@ class DenseAttention:
         self._context = context
         self._masks: dict[int, Tensor] = {}
 
-    def update(self, anchors: Tensor, document_start: Tensor, keep: Tensor) -> None:
+    def update(self, anchors: Tensor, document_start: Tensor, keep: Tensor, length: Tensor | None = None) -> None:
         """Build the masks of a step's blocks; see RefreshableAttention."""
         self._masks = {
             window: dense_mask(
@@ -117,6 +130,7 @@ class DenseAttention:
                 context=self._context,
                 block_size=self._config.block_size,
                 window=window,
+                length=length,
             )[:, None]
             for window in sorted({self._config.window(layer) for layer in range(self._config.layers)})
         }
@@ -139,24 +153,38 @@ class TileMask:
     between is partial. The own-block part never changes and is counted once. The index tensors equal those that
     ``create_block_mask`` makes from the predicate, at 1/128 of its work and memory.
 
+    ``lengths``: blocks may have lengths of their own. That hides some pairs of a tile which is partial anyway, since a
+    block is shorter than a tile: the counts take all slots as seen, and sort the tiles as the predicate would.
+
     The tensors are static, so that a compiled graph never sees new ones. Backward reads them too: call ``update`` only
     after the backward pass of the forward that used them.
     """
 
     def __init__(
-        self, rows: int, context: int, blocks: int, block_size: int, window: int, device: torch.device
+        self,
+        rows: int,
+        context: int,
+        blocks: int,
+        block_size: int,
+        window: int,
+        device: torch.device,
+        *,
+        lengths: bool = False,
     ) -> None:
         from torch.nn.attention.flex_attention import BlockMask
 
         queries = blocks * block_size
-        self.window = window
+        self.window, self._slots = window, block_size
         self.query_tiles = -(-queries // TILE)
         self.key_tiles = -(-(context + queries) // TILE)
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
+        if lengths and block_size >= TILE:
+            raise DrafterError(f"blocks of {block_size} slots may not have lengths of their own; use less than {TILE}")
         self.low, self.high = zeros(rows, blocks), zeros(rows, blocks)
+        self.length = zeros(rows, blocks) + block_size if lengths else None
         index = torch.arange(self.query_tiles * TILE, device=device, dtype=torch.int32)
         self._real = index < queries
         self._slot = index % block_size
@@ -188,7 +216,7 @@ class TileMask:
             full_q_num_blocks=full_q,
             full_q_indices=full_q_at,
             BLOCK_SIZE=(TILE, TILE),
-            mask_mod=predicate(self.low, self.high, context, block_size, window),
+            mask_mod=predicate(self.low, self.high, context, block_size, window, self.length),
         )
 
     def tile_counts(self, low: Tensor, high: Tensor) -> Tensor:
@@ -203,8 +231,15 @@ class TileMask:
         return F.pad(seen, (0, self.key_tiles - seen.shape[-1])) + self._own
 
     @torch.no_grad()
-    def update(self, anchors: Tensor, document_start: Tensor, keep: Tensor) -> None:
-        """Refresh every index tensor in place. No host sync, no new shapes."""
+    def update(self, anchors: Tensor, document_start: Tensor, keep: Tensor, length: Tensor | None = None) -> None:
+        """Refresh every index tensor in place; without ``length`` all slots are there. No host sync, no new shapes.
+
+        Raises DrafterError for lengths where none were expected: the compiled mask would not look at them.
+        """
+        if self.length is not None:
+            self.length.fill_(self._slots) if length is None else self.length.copy_(length)
+        elif length is not None:
+            raise DrafterError("blocks have lengths of their own, but this attention was built without; pass lengths")
         low, high = context_bounds(anchors, document_start, keep)
         self.low.copy_(low)
         self.high.copy_(high)
@@ -223,18 +258,27 @@ class FlexAttention:
 
     kind = "flex"
 
-    def __init__(self, config: DrafterConfig, rows: int, context: int, blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: DrafterConfig,
+        rows: int,
+        context: int,
+        blocks: int,
+        device: torch.device,
+        *,
+        lengths: bool = False,
+    ) -> None:
         self._windows = [config.window(layer) for layer in range(config.layers)]
         self.masks = {
-            window: TileMask(rows, context, blocks, config.block_size, window, device)
+            window: TileMask(rows, context, blocks, config.block_size, window, device, lengths=lengths)
             for window in sorted(set(self._windows))
         }
         self._attend = compiled_flex_attention()
 
-    def update(self, anchors: Tensor, document_start: Tensor, keep: Tensor) -> None:
+    def update(self, anchors: Tensor, document_start: Tensor, keep: Tensor, length: Tensor | None = None) -> None:
         """Refresh the masks in place; only after the backward pass of the step before. See RefreshableAttention."""
         for mask in self.masks.values():
-            mask.update(anchors, document_start, keep)
+            mask.update(anchors, document_start, keep, length)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend; see Attention. ``update`` comes first."""
@@ -249,8 +293,12 @@ def build_attention(
     context: int,
     blocks: int,
     device: torch.device | str,
+    *,
+    lengths: bool = False,
 ) -> RefreshableAttention:
     """Return the attention of a run: R rows of C context tokens and N blocks. auto is flex on CUDA, else dense.
+
+    ``lengths``: blocks may have lengths of their own.
 
     The choice is the attribute ``kind``. Raises DrafterError for flex without CUDA, which has no backward pass there,
     and for heads that are too small for it.
@@ -267,4 +315,4 @@ def build_attention(
             f"drafter.head_dim is {config.head_dim}; compiled flex attention needs at least {LEAST_HEAD_DIM}: raise "
             "it, or set training.attention = dense"
         )
-    return FlexAttention(config, rows, context, blocks, device)
+    return FlexAttention(config, rows, context, blocks, device, lengths=lengths)

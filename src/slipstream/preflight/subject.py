@@ -254,7 +254,9 @@ def reduced_run(
     recipe = dataclasses.replace(run.recipe, training=settings)
     config = reduced_config(run.config)
     kind: Any = run.attention.kind
-    attention = build_attention(kind, config, settings.rows, row_length, settings.anchors, run.device)
+    attention = build_attention(
+        kind, config, settings.rows, row_length, settings.anchors, run.device, lengths=settings.short_blocks > 0
+    )
     return dataclasses.replace(
         run,
         recipe=recipe,

@@ -46,8 +46,9 @@ def stop_at_fault(
                 block_size=run.config.block_size,
                 mask_token_id=run.config.mask_token_id,
                 generator=anchor_generator(seed, index, draw),
+                short_share=training.short_blocks,
             )
-            run.attention.update(blocks.anchors, blocks.document_start, blocks.keep)
+            run.attention.update(blocks.anchors, blocks.document_start, blocks.keep, blocks.length)
             with torch.no_grad():
                 result = training_step(
                     run.draft_model, run.target.embed, run.target.head_weight, features, blocks, run.attention,

@@ -103,8 +103,9 @@ class Trainer:
                     block_size=run.config.block_size,
                     mask_token_id=run.config.mask_token_id,
                     generator=anchor_generator(self.seed, index, draw),
+                    short_share=self.settings.short_blocks,
                 )
-                run.attention.update(blocks.anchors, blocks.document_start, blocks.keep)
+                run.attention.update(blocks.anchors, blocks.document_start, blocks.keep, blocks.length)
                 result = training_step(
                     run.draft_model, run.target.embed, run.target.head_weight, features, blocks, run.attention,
                     settings=run.settings, head=run.target.head,

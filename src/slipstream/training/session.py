@@ -46,6 +46,7 @@ def binding_settings(training: TrainingConfig) -> list[str]:
     """Return the training settings that the weights depend on: a resume must have the same."""
     unread = set() if training.optimizer == "muon" else {"muon_learning_rate", "muon_momentum"}
     unread |= set() if training.labels == "soft" else {"soft_share"}
+    unread |= set() if training.short_blocks > 0 else {"short_blocks"}
     return [f.name for f in dataclasses.fields(training) if f.name not in FREE_SETTINGS | unread]
 
 
@@ -219,7 +220,9 @@ def prepare(
             f"data.row_length is {dataset.row_length}, shorter than a block of {config.block_size}; raise it"
         )
     draft_model = build_drafter(recipe, config, device)
-    attention = build_attention(kind, config, training.rows, dataset.row_length, training.anchors, device)
+    attention = build_attention(
+        kind, config, training.rows, dataset.row_length, training.anchors, device, lengths=training.short_blocks > 0
+    )
     say(
         f"device {device}, drafter computes in {identity['training.precision']} (weights and optimizer state float32), "
         f"attention {attention.kind}; target {target.info.model_type} in {target.info.dtype}, "

@@ -108,10 +108,15 @@ def training_step(
     )
     correct = (loss.argmax.reshape(valid.shape) == labels) & valid
     leading = correct.long().cumprod(dim=1)
+    counted = blocks.keep
+    if blocks.length is not None:
+        # A short block accepts less however good it is: acceptance is that of the whole ones.
+        counted = counted & (blocks.length == block)
+        leading = leading * counted.reshape(-1, 1)
     return StepResult(
         loss_sum=loss.loss_sum,
         weight_sum=loss.weight_sum,
-        blocks=blocks.keep.sum(),
+        blocks=counted.sum(),
         accepted=leading.sum(),
         correct_by_slot=correct.sum(dim=0),
         valid_by_slot=valid.sum(dim=0),

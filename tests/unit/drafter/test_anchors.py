@@ -74,8 +74,9 @@ def test_blocks_hold_the_rules(case):
             assert blocks.positions[row, n].tolist() == list(range(first, first + block_size))
             assert blocks.document_start[row, n] == document.index(document[a])
     again = sample(batch, anchors, block_size, seed)
-    for field in dataclasses.fields(blocks):
-        assert torch.equal(getattr(blocks, field.name), getattr(again, field.name))
+    assert blocks.length is None
+    for name in {field.name for field in dataclasses.fields(blocks)} - {"length"}:
+        assert torch.equal(getattr(blocks, name), getattr(again, name))
 
 
 def test_another_seed_draws_other_anchors():
@@ -128,3 +129,27 @@ def test_a_row_without_a_valid_anchor_is_all_padding():
     assert not blocks.keep.any()
     assert not blocks.valid.any()
     assert bool((blocks.anchors == LENGTH - 1).all())
+
+
+def test_short_blocks_leave_the_anchors_and_carry_no_loss_behind_their_end():
+    batch = packed_batch([[LENGTH] for _ in range(40)], LENGTH, supervised=1.0)
+    generators = [torch.Generator().manual_seed(4) for _ in range(2)]
+    whole, short = (
+        sample_blocks(batch, anchors=20, block_size=8, mask_token_id=MASK_ID, generator=g, short_share=share)
+        for g, share in zip(generators, (0.0, 0.6), strict=True)
+    )
+    assert whole.length is None
+    assert torch.equal(whole.anchors, short.anchors)
+    assert short.length.dtype == torch.int64
+    counts = torch.bincount(short.length.flatten(), minlength=9)
+    assert counts[:2].sum() == 0
+    assert abs(counts[8] / 800 - 0.4) < 0.06
+    assert all(abs(count / 800 - 0.1) < 0.04 for count in counts[2:8])
+    slots = torch.arange(1, 8)
+    assert torch.equal(short.valid, whole.valid & (slots < short.length[..., None]))
+    assert torch.equal(short.noise_ids, whole.noise_ids)
+    again = sample_blocks(
+        batch, anchors=20, block_size=8, mask_token_id=MASK_ID, generator=torch.Generator().manual_seed(4),
+        short_share=0.6,
+    )  # fmt: skip
+    assert torch.equal(again.length, short.length)

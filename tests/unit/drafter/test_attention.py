@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
@@ -99,6 +101,53 @@ def test_computed_block_mask_equals_the_one_from_the_dense_predicate(documents, 
         counts = padded.view(rows, tiles.query_tiles, TILE, tiles.key_tiles, TILE).sum((2, 4))
         assert torch.equal(tiles.tile_counts(tiles.low, tiles.high).long(), counts)
     assert pointers == [tiles.block_mask.kv_indices.data_ptr(), tiles.block_mask.full_q_indices.data_ptr()]
+
+
+@pytest.mark.parametrize(("documents", "context", "anchors", "block_size", "window"), CASES)
+def test_nobody_sees_behind_the_end_of_a_short_block(documents, context, anchors, block_size, window):
+    config = tiny_drafter_config(block_size=block_size)
+    blocks = draw_blocks(packed_batch(documents, context), config, anchors)
+    generator = torch.Generator().manual_seed(3)
+    length = torch.randint(2, block_size + 1, blocks.anchors.shape, generator=generator)
+    shapes = {"context": context, "block_size": block_size, "window": window}
+    mask = dense_mask(blocks.anchors, blocks.document_start, blocks.keep, **shapes, length=length)
+    expected = loop_mask(blocks, context, block_size, window)
+    for row, block in itertools.product(range(len(documents)), range(anchors)):
+        first = context + block * block_size
+        expected[row, :, first + int(length[row, block]) : first + block_size] = False
+    assert torch.equal(mask, expected)
+    assert bool(mask.any(-1).all())
+
+
+@pytest.mark.parametrize(
+    ("documents", "context", "anchors", "block_size", "window"), [case for case in TILED if case[3] < TILE]
+)
+def test_tiles_are_sorted_as_the_predicate_sorts_them_when_blocks_are_short(
+    documents, context, anchors, block_size, window
+):
+    config = tiny_drafter_config(block_size=block_size)
+    batch = packed_batch(documents, context, supervised=0.97)
+    rows, queries = len(documents), anchors * block_size
+    tiles = TileMask(rows, context, anchors, block_size, window, torch.device("cpu"), lengths=True)
+    for seed in range(3):
+        blocks = draw_blocks(batch, config, anchors, seed, short_share=0.7)
+        tiles.update(blocks.anchors, blocks.document_start, blocks.keep, blocks.length)
+        assert torch.equal(tiles.length.long(), blocks.length)
+        theirs = create_block_mask(
+            tiles.block_mask.mask_mod, rows, None, queries, context + queries, device="cpu", BLOCK_SIZE=TILE
+        )
+        assert_same_block_mask(tiles.block_mask, theirs)
+    tiles.update(blocks.anchors, blocks.document_start, blocks.keep)
+    assert set(tiles.length.flatten().tolist()) == {block_size}
+
+
+def test_lengths_that_nobody_looks_at_are_refused():
+    blocks = draw_blocks(packed_batch([[40]], 40), tiny_drafter_config(block_size=4), 5, short_share=0.5)
+    tiles = TileMask(1, 40, 5, 4, 0, torch.device("cpu"))
+    with pytest.raises(DrafterError, match="this attention was built without"):
+        tiles.update(blocks.anchors, blocks.document_start, blocks.keep, blocks.length)
+    with pytest.raises(DrafterError, match="blocks of 128 slots may not have lengths"):
+        TileMask(1, 40, 5, 128, 0, torch.device("cpu"), lengths=True)
 
 
 def test_some_tiles_are_full_and_most_are_skipped():

@@ -53,7 +53,7 @@ def replace_predicate(monkeypatch, make) -> None:
 
 
 def test_a_causal_block_mask_is_no_leak(run, verdict, monkeypatch) -> None:
-    def causal(allow, low, high, context, block, window):
+    def causal(allow, low, high, context, block, *_):
         return lambda r, h, q, k: allow(r, h, q, k) & ((k < context) | ((k - context) % block <= q % block))
 
     replace_predicate(monkeypatch, causal)
@@ -63,7 +63,7 @@ def test_a_causal_block_mask_is_no_leak(run, verdict, monkeypatch) -> None:
 
 
 def test_a_sliding_layer_that_looks_ahead_is_no_leak(prepared, verdict, monkeypatch) -> None:
-    def both(allow, low, high, context, block, window):
+    def both(allow, low, high, context, block, *_):
         return lambda r, h, q, k: allow(r, h, q, k) | ((k >= context) & ((k - context) // block == q // block))
 
     replace_predicate(monkeypatch, both)
@@ -105,7 +105,9 @@ def test_a_context_that_reaches_into_other_documents_is_no_leak(run, verdict, mo
 
 def test_a_window_one_too_wide_is_no_leak(prepared, verdict, monkeypatch) -> None:
     genuine = attention_module.predicate
-    monkeypatch.setattr(attention_module, "predicate", lambda lo, hi, c, b, w: genuine(lo, hi, c, b, w + 3 if w else 0))
+    monkeypatch.setattr(
+        attention_module, "predicate", lambda lo, hi, c, b, w, n: genuine(lo, hi, c, b, w + 3 if w else 0)
+    )
     failed = verdict(prepared(**SLIDING), *ALL)
     assert set(failed) == {"no-leak"}
     assert "outside its window" in failed["no-leak"]
@@ -200,7 +202,7 @@ def test_a_gradient_that_is_not_finite_is_empty_batch(run, verdict, monkeypatch)
         blind = ~mask.any(-1, keepdim=True)
         return torch.where(blind, float("nan"), genuine(q, k, v, mask | blind))
 
-    def nothing(allow, low, high, context, block, window):
+    def nothing(allow, low, high, context, block, *_):
         return lambda r, h, q, k: allow(r, h, q, k) & (high[r, q // block] > low[r, q // block])
 
     replace_predicate(monkeypatch, nothing)

@@ -31,9 +31,10 @@ def test_steps(settings: dict, rows: int, expected: int | None):
 
 def test_settings_that_nothing_reads_do_not_bind():
     every = {f.name for f in dataclasses.fields(TrainingConfig)} - FREE_SETTINGS
-    most = set(binding_settings(TrainingConfig(optimizer="muon", labels="soft")))
+    most = set(binding_settings(TrainingConfig(optimizer="muon", labels="soft", short_blocks=0.5)))
     assert every == most
-    assert most - set(binding_settings(TrainingConfig())) == {"muon_learning_rate", "muon_momentum", "soft_share"}
+    unread = {"muon_learning_rate", "muon_momentum", "soft_share", "short_blocks"}
+    assert most - set(binding_settings(TrainingConfig())) == unread
 
 
 def test_a_resume_elsewhere_is_warned_of_in_one_line_and_other_rows_are_refused(

@@ -68,13 +68,14 @@ def features(index: int = 0, supervised: bool = True) -> FeatureBatch:
     )
 
 
-def draw(found: FeatureBatch, number: int = 0) -> Blocks:
+def draw(found: FeatureBatch, number: int = 0, short_share: float = 0.0) -> Blocks:
     return sample_blocks(
         found.batch,
         anchors=ANCHORS,
         block_size=BLOCK,
         mask_token_id=CONFIG.mask_token_id,
         generator=anchor_generator(0, found.batch.index, number),
+        short_share=short_share,
     )
 
 
@@ -85,7 +86,7 @@ def run(
     precision = torch.bfloat16 if training.precision == "bfloat16" else torch.float32
     settings = resolve_step_settings(training, block_size=BLOCK, vocab_rows=VOCAB, precision=precision)
     attention = build_attention("dense", CONFIG, ROWS, TOKENS, ANCHORS, "cpu")
-    attention.update(blocks.anchors, blocks.document_start, blocks.keep)
+    attention.update(blocks.anchors, blocks.document_start, blocks.keep, blocks.length)
     return training_step(
         net,
         lambda ids: F.embedding(ids, embedding),
@@ -113,11 +114,12 @@ def reference(
             anchor, start = int(blocks.anchors[row, n]), int(blocks.document_start[row, n])
             context = found.features[row : row + 1, start:anchor]
             places = found.batch.positions[row : row + 1, start:anchor]
-            noise = F.embedding(blocks.noise_ids[row, n][None], EMBEDDING)
-            hidden = net.draft(noise, blocks.positions[row, n][None], net.context_kv(context, places))
+            slots = BLOCK if blocks.length is None else int(blocks.length[row, n])
+            noise = F.embedding(blocks.noise_ids[row, n, :slots][None], EMBEDDING)
+            hidden = net.draft(noise, blocks.positions[row, n, :slots][None], net.context_kv(context, places))
             logits = hidden[0, 1:] @ HEAD.T
             leading = True
-            for k in range(1, BLOCK):
+            for k in range(1, slots):
                 at = anchor + k
                 same = at < TOKENS and int(found.batch.document_ids[row, at]) == int(
                     found.batch.document_ids[row, anchor]
@@ -132,15 +134,17 @@ def reference(
                 loss = loss + w * F.cross_entropy(logits[k - 1][None], label[None])
                 weight += w
                 leading = leading and int(logits[k - 1].argmax()) == int(found.batch.ids[row, at])
-                accepted += leading
+                accepted += leading and slots == BLOCK
     return loss, weight, accepted
 
 
+@pytest.mark.parametrize("short", [0.0, 0.7])
 @pytest.mark.parametrize("share", [0.0, 1.0, 0.4])
-def test_step_equals_a_loop_over_single_blocks_values_and_gradients(share: float):
+def test_step_equals_a_loop_over_single_blocks_values_and_gradients(share: float, short: float):
+    """A short block is one that is drafted in fewer slots."""
     net, found = DraftModel(CONFIG), features()
     net.init_weights(0.3, torch.Generator().manual_seed(3))
-    blocks = draw(found)
+    blocks = draw(found, short_share=short)
     labels = {"labels": "soft", "soft_share": share} if share else {}
     result = run(net, found, blocks, gamma=3.0, **labels)
     result.loss_sum.backward()
@@ -151,7 +155,8 @@ def test_step_equals_a_loop_over_single_blocks_values_and_gradients(share: float
     torch.testing.assert_close(result.loss_sum.detach(), loss.detach(), rtol=1e-4, atol=1e-3)
     assert float(result.weight_sum) == pytest.approx(weight, rel=1e-5)
     assert int(result.accepted) == accepted
-    assert int(result.blocks) == int(blocks.keep.sum())
+    whole = blocks.keep if blocks.length is None else blocks.keep & (blocks.length == BLOCK)
+    assert 0 < int(result.blocks) == int(whole.sum())
     for name, p in net.named_parameters():
         torch.testing.assert_close(grads[name], p.grad, rtol=1e-3, atol=1e-3)
 
