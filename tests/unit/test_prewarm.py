@@ -171,7 +171,7 @@ def test_heldout_prompts_are_decoded_and_a_failure_costs_only_that(
 @pytest.mark.slow
 def test_what_was_prewarmed_is_found_by_the_run_that_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        session, "build_attention", lambda _, config, rows, context, *rest: CompiledDense(config, context)
+        session, "build_attention", lambda _, config, rows, context, *rest, lengths: CompiledDense(config, context)
     )
     # A CPU that is treated as what it stands in for.
     monkeypatch.setattr(session, "load_for_run", bundle_live.load)
