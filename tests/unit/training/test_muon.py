@@ -26,7 +26,8 @@ def parameters(seed: int = 0) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 def ours(matrices: list[nn.Parameter], others: list[nn.Parameter], **changes: object) -> MuonAdamW:
     settings = {"muon_learning_rate": 0.02, "momentum": 0.9, "weight_decay": 0.3, "learning_rate": 0.01}
-    return MuonAdamW(matrices, others, **{**settings, "betas": (0.9, 0.95), **changes})  # type: ignore[arg-type]
+    fixed = {"betas": (0.9, 0.95), "precision": torch.float32}
+    return MuonAdamW(matrices, others, **{**settings, **fixed, **changes})  # type: ignore[arg-type]
 
 
 def give_gradients(parameters: list[nn.Parameter], seed: int) -> None:
