@@ -95,9 +95,12 @@ class DocumentsApart:
         """Return whether a call is another thread's, or one that a hook itself makes."""
         return self._calling or threading.get_ident() != self._thread
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module with all arrangements but the last, and let the call that was hooked go on with that."""
-        if self._not_ours():
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+        """Call the module with all arrangements but the last, and let the call that was hooked go on with that.
+
+        Another thread's call that began while this hook was put in or taken out comes without keywords.
+        """
+        if kwargs is None or self._not_ours():
             return None
         self._calling = True
         try:

@@ -370,6 +370,20 @@ def test_two_threads_at_once_each_with_its_own_documents(target_of):
     assert not module._forward_pre_hooks
 
 
+def test_a_context_that_ends_while_another_thread_calls_the_module_does_not_disturb_that_call(toy):
+    """torch takes the list of hooks first and asks later which want keywords: a hook removed in between gets none."""
+    module, _, states, context = toy
+    expected, found = module(states)[0], []
+    ending = module.register_forward_pre_hook(lambda *_: context.__exit__(None, None, None))
+    with context:
+        thread = threading.Thread(target=lambda: found.append(module(states)[0]))
+        thread.start()
+        thread.join()
+    ending.remove()
+    assert len(found) == 1
+    torch.testing.assert_close(found[0], expected)
+
+
 def test_an_error_in_a_module_leaves_the_context_usable(toy):
     module, batch, states, context = toy
     with context:
