@@ -1,6 +1,6 @@
 """What makes acceptance grow: drafters that differ in one setting, trained for the same minutes on the same device.
 
-    python benchmarks/quality.py plan.toml --out DIRECTORY [--part 1/2] [--section.key value ...]
+    python benchmarks/quality.py plan.toml --out DIRECTORY [--part 1/2] [--turn FILE] [--section.key value ...]
 
 A plan names a recipe, the minutes of each training, and rows of settings; every row is trained once for each of its
 seeds and decoded on the held-out prompts. ``results.jsonl`` has a line for each training, written as it ends: called
@@ -16,12 +16,15 @@ end, and with ``--table`` alone, the table: acceptance length of each row, and h
     name = "block 16"
     settings = { "drafter.block_size" = 16 }
 
-Minutes are training's own (``training.max_minutes``): loading, compiling and decoding are not counted.
+Minutes are training's own: loading, compiling (the first steps) and decoding are not counted. With ``--turn FILE`` several
+processes share a device and only one of them trains at a time, while the others load, compile or decode: each row has
+the device for its minutes, but for what those do there, which is about the same for all.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gc
 import json
 import shutil
@@ -36,8 +39,49 @@ from rich.console import Console
 
 from slipstream.errors import SlipstreamError
 from slipstream.recipe import load_recipe
+from slipstream.training.loop import Trainer
 
 BASE = "base"
+FIRST_STEPS = 5  # compiled and tuned by then
+
+
+class Turn:
+    """A file that one process holds at a time, while it trains; without a file, everyone's turn. A dead holder lets go."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None if path is None else path.open("a")
+
+    def take(self) -> None:
+        """Wait until no other process holds it."""
+        if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def give(self) -> None:
+        """Let another process have it."""
+        if self._file is not None:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def clocked(turn: Turn) -> type[Trainer]:
+    """Return a training loop whose time begins when its first steps are done and the turn is its own."""
+
+    class Clocked(Trainer):
+        def elapsed(self) -> float:
+            return super().elapsed() if self.step >= FIRST_STEPS else 0.0
+
+        def finished(self) -> bool:
+            if self.run.steps is None and self.step < FIRST_STEPS:
+                return False  # however long it compiles
+            return super().finished()
+
+        def train_step(self) -> None:
+            super().train_step()
+            if self.step == FIRST_STEPS:
+                self.check_fault()  # waits for the device
+                turn.take()
+                self.restart_clock()
+
+    return Clocked
 
 
 def read_plan(path: Path) -> dict[str, Any]:
@@ -70,7 +114,9 @@ def arguments(settings: dict[str, Any]) -> list[str]:
     return out
 
 
-def train_and_measure(plan: dict[str, Any], name: str, seed: int, overrides: list[str], run: Path) -> dict[str, Any]:
+def train_and_measure(
+    plan: dict[str, Any], name: str, seed: int, overrides: list[str], run: Path, turn: Turn
+) -> dict[str, Any]:
     """Train one drafter into ``run`` and decode with it; return what the table needs and what explains it."""
     import torch
 
@@ -82,7 +128,10 @@ def train_and_measure(plan: dict[str, Any], name: str, seed: int, overrides: lis
     recipe = load_recipe(plan["recipe"], [*overrides, *arguments(fixed)])
     console = Console(highlight=False)
     began = time.monotonic()
-    summary = train(recipe, argv=sys.argv, console=console)
+    try:
+        summary = train(recipe, argv=sys.argv, console=console, loop=clocked(turn))
+    finally:
+        turn.give()
     trained = time.monotonic()
     device = resolve_device(recipe.run.device)
     result = evaluate_drafter(
@@ -105,7 +154,7 @@ def train_and_measure(plan: dict[str, Any], name: str, seed: int, overrides: lis
         "loss": summary.metrics.get("loss"),
         "train_tf_acceptance": summary.metrics.get("teacher_forced_acceptance_length"),
         "training_seconds": round(summary.elapsed, 1),
-        "start_seconds": round(trained - began - summary.elapsed, 1),
+        "other_seconds": round(trained - began - summary.elapsed, 1),  # loading, compiling, waiting for the turn
         "evaluation_seconds": round(time.monotonic() - trained, 1),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
@@ -145,6 +194,7 @@ def main() -> None:
     parser.add_argument("plan", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part", default="1/1", help="i/n: every n-th training, from the i-th")
+    parser.add_argument("--turn", type=Path, help="a file: of the processes that name it only one trains at a time")
     parser.add_argument("--table", action="store_true", help="print the table of what is there, train nothing")
     parser.add_argument(
         "--stop-after", type=float, default=float("inf"), help="begin no training after so many minutes"
@@ -153,7 +203,7 @@ def main() -> None:
     part, parts = map(int, args.part.split("/"))
     results = args.out / "results.jsonl"
     args.out.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
+    began, turn = time.monotonic(), Turn(args.turn)
     plan = read_plan(args.plan)
     done = {(r["name"], r["seed"]) for r in read_results(results)}
     left = [t for i, t in enumerate(trainings(plan)) if i % parts == part - 1 and t[:2] not in done]
@@ -165,7 +215,7 @@ def main() -> None:
         run = args.out / "runs" / f"{name.replace(' ', '-').replace('/', '-')}-{seed}"
         shutil.rmtree(run, ignore_errors=True)
         try:
-            result = train_and_measure(plan, name, seed, [*arguments(settings), *overrides], run)
+            result = train_and_measure(plan, name, seed, [*arguments(settings), *overrides], run, turn)
         except SlipstreamError as error:  # a row that cannot be trained must not cost the others
             print(f"{name}, seed {seed}: {error}", file=sys.stderr, flush=True)
             continue

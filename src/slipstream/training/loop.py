@@ -69,6 +69,11 @@ class Trainer:
         """Return the seconds of training so far, all sessions together; decoding held-out prompts is not training."""
         return self._elapsed_before + time.monotonic() - self._began
 
+    def restart_clock(self) -> None:
+        """Count the time from now: what went before, compiling or waiting for a device, was not training."""
+        self._elapsed_before, self._began = 0.0, time.monotonic()
+        self._reported = (self._began, self.source.tokens)
+
     def progress(self, step: int) -> float:
         """Return 0..1: the share of the steps or of the minutes, whichever is further."""
         by_steps = step / self.run.steps if self.run.steps is not None else 0.0

@@ -49,12 +49,13 @@ def train(
     resume: bool = False,
     console: Console | None = None,
     preflight: Preflight | None = None,
+    loop: type[Trainer] = Trainer,
 ) -> RunSummary:
     """Train a drafter as the recipe says, into ``run.directory``, and return the summary. Call from the main thread.
 
     ``preflight`` is called with everything loaded, before step 0 and before the run directory is made; what it returns
     becomes ``preflight.json``. ``resume`` continues from the newest complete checkpoint and repeats an uninterrupted
-    run to the bit on a CPU (with as many threads).
+    run to the bit on a CPU (with as many threads). ``loop`` is for benchmarks, which watch the steps or set the clock.
 
     Raises TrainingError (an existing directory, no room, a loss that is not finite), CheckpointError (nothing to
     resume, another identity, a full disk), the errors of target, data and drafter; and KeyboardInterrupt after SIGINT
@@ -102,7 +103,7 @@ def train(
             record = directory.reopen(recipe, argv, device=device, step=state.step, identity=run.identity)
         if report is not None:
             write_json(directory.path / "preflight.json", report)
-        trainer = Trainer(run, directory, str(record["run_id"]), console, prompts)
+        trainer = loop(run, directory, str(record["run_id"]), console, prompts)
         if state is not None and checkpoint is not None:
             trainer.restore(state, moments, checkpoint)
         trainer.run_to_end()

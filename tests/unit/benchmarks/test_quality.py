@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +72,46 @@ def test_rows_are_trained_once_and_one_that_cannot_be_costs_no_other(
     assert all(r["prompts"] == 3 and r["tau"] >= 1 and r["steps"] >= 1 for r in rows)
     assert "| base | 2 |" in told.out
     assert "| one layer | 1 |" in told.out
+
+
+def test_time_begins_when_the_first_steps_are_done_and_only_one_process_trains_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = make_inputs(tmp_path)
+    recipe: Recipe = tiny_recipe(
+        root, root / "unused", data__heldout=root / "heldout.jsonl", training__preflight="false",
+        training__evaluate_every=0, training__evaluate_prompts=0, training__epochs=1000.0,
+    )  # fmt: skip
+    recipe = replace(recipe, training=replace(recipe.training, steps=0))
+    (tmp_path / "recipe.toml").write_text(recipe_as_toml(recipe), encoding="utf-8")
+    (tmp_path / "plan.toml").write_text(PLAN.replace("seeds = [0, 1]", ""), encoding="utf-8")
+    turn = tmp_path / "turn"
+    other = quality.Turn(turn)
+    other.take()
+    holding: list[float] = []
+    real = quality.Turn.take
+
+    def take(self: object) -> None:  # the process that trained before lets go a while after this one has come to ask
+        holding.append(time.monotonic())
+        time.sleep(0.3)
+        other.give()
+        real(self)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    monkeypatch.setattr(quality.Turn, "take", take)
+    monkeypatch.setattr(quality, "FIRST_STEPS", 3)
+    monkeypatch.setattr(
+        "sys.argv",
+        ["quality", str(tmp_path / "plan.toml"), "--out", str(tmp_path / "out"), "--part", "1/3", "--turn", str(turn)],
+    )
+    quality.main()
+    (row,) = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert len(holding) == 1
+    assert row["steps"] > 3
+    assert row["training_seconds"] < 0.02 * 60 + 0.3
+    assert row["other_seconds"] >= 0.3
+    fcntl.flock(other._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it has been given back
 
 
 def test_the_table_compares_with_the_base() -> None:
