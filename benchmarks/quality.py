@@ -70,8 +70,8 @@ def clocked(turn: Turn) -> type[Trainer]:
             return super().elapsed() if self.step >= FIRST_STEPS else 0.0
 
         def finished(self) -> bool:
-            if self.run.steps is None and self.step < FIRST_STEPS:
-                return False  # however long it compiles
+            if self.step < FIRST_STEPS:  # however long it compiles
+                return self.run.steps is not None and self.step >= self.run.steps
             return super().finished()
 
         def train_step(self) -> None:

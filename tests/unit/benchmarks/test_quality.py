@@ -7,6 +7,7 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,7 +83,7 @@ def test_time_begins_when_the_first_steps_are_done_and_only_one_process_trains_a
         root, root / "unused", data__heldout=root / "heldout.jsonl", training__preflight="false",
         training__evaluate_every=0, training__evaluate_prompts=0, training__epochs=1000.0,
     )  # fmt: skip
-    recipe = replace(recipe, training=replace(recipe.training, steps=0))
+    recipe = replace(recipe, training=replace(recipe.training, steps=0))  # epochs that the time does not allow
     (tmp_path / "recipe.toml").write_text(recipe_as_toml(recipe), encoding="utf-8")
     (tmp_path / "plan.toml").write_text(PLAN.replace("seeds = [0, 1]", ""), encoding="utf-8")
     turn = tmp_path / "turn"
@@ -99,6 +100,16 @@ def test_time_begins_when_the_first_steps_are_done_and_only_one_process_trains_a
         with pytest.raises(BlockingIOError):
             fcntl.flock(other._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
+    compiled: list[int] = []
+    step = quality.Trainer.train_step
+
+    def slow_at_first(self: Any) -> None:  # compiling takes longer than all the training that is asked for
+        if not compiled:
+            time.sleep(2.0)
+        compiled.append(1)
+        step(self)
+
+    monkeypatch.setattr(quality.Trainer, "train_step", slow_at_first)
     monkeypatch.setattr(quality.Turn, "take", take)
     monkeypatch.setattr(quality, "FIRST_STEPS", 3)
     monkeypatch.setattr(
