@@ -20,7 +20,7 @@ class RunConfig:
     device: str = "auto"
     """auto (cuda if there is one, else cpu), cpu, cuda or cuda:N."""
     threads: int = 0
-    """CPU threads for torch; 0 leaves torch's own choice."""
+    """CPU threads for torch; 0 leaves torch's own choice. Beside a busy process give only the cores that it leaves."""
     strict: bool = True
     """A shape that is compiled after the first step is an error; false: it is counted and logged."""
     allow_unknown_versions: bool = False
