@@ -16,9 +16,9 @@ end, and with ``--table`` alone, the table: acceptance length of each row, and h
     name = "block 16"
     settings = { "drafter.block_size" = 16 }
 
-Minutes are training's own: loading, compiling (the first steps) and decoding are not counted. With ``--turn FILE`` several
-processes share a device and only one of them trains at a time, while the others load, compile or decode: each row has
-the device for its minutes, but for what those do there, which is about the same for all.
+Minutes are training's own: loading, compiling (the first steps) and decoding are not counted. With ``--turn FILE``
+several processes share a device and only one of them trains at a time, while the others load, compile or decode: each
+row has the device for its minutes, but for what those do there, which is about the same for all.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FIRST_STEPS = 5  # compiled and tuned by then
 
 
 class Turn:
-    """A file that one process holds at a time, while it trains; without a file, everyone's turn. A dead holder lets go."""
+    """A file that one process at a time holds while it trains. A dead holder lets go. Without a file nobody waits."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = None if path is None else path.open("a")

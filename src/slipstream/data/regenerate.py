@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -83,7 +84,7 @@ def regenerate(
         written, done = 0, len(resumed)
         if progress is not None:
             progress(_progress(done, len(sources), 0, 0, 0.0))
-        for number, group in enumerate(_groups(sources, renderer, settings.batch_size)):
+        for number, group in _groups(sources, renderer, settings.batch_size):
             if all(i in resumed for i in group):
                 continue
             # A group that is logged in part is answered whole again, so that batches never depend on the interruption.
@@ -140,8 +141,12 @@ def _answer(
         number += 1
 
 
-def _groups(sources: list[Conversation], renderer: Renderer, size: int) -> Iterator[list[int]]:
-    """Yield the indices of each group, longest prompts first: too large a batch then fails at once, not at the end."""
+def _groups(sources: list[Conversation], renderer: Renderer, size: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield number and indices of each group; a group has prompts of like length, and number 0 the longest.
+
+    The longest come first: too large a batch then fails at once, not at the end. The others come in a drawn order that
+    is always the same: the rate so far foretells the rest, and answers of a run that was ended are of all lengths.
+    """
     lengths: list[int] = []
     for begin in range(0, len(sources), _TOGETHER):
         drafts = (Draft(source, renderer, keep_unfinished=True) for source in sources[begin : begin + _TOGETHER])
@@ -149,8 +154,10 @@ def _groups(sources: list[Conversation], renderer: Renderer, size: int) -> Itera
         prompts = iter(renderer.prompts([turn for turn in turns if turn is not None]))
         lengths += [0 if turn is None else len(next(prompts)) for turn in turns]
     order = sorted(range(len(sources)), key=lambda i: (-lengths[i], i))
-    for begin in range(0, len(order), size):
-        yield order[begin : begin + size]
+    later = list(range(1, -(-len(order) // size)))
+    random.Random(0).shuffle(later)
+    for number in (0, *later):
+        yield number, order[number * size : (number + 1) * size]
 
 
 def _finish(

@@ -116,11 +116,25 @@ def test_answers_are_replaced_in_the_order_of_the_source(tmp_path: Path) -> None
     assert (told[0].done, told[0].eta_seconds) == (0, None)
     assert (told[-1].done, told[-1].total, told[-1].eta_seconds) == (7, 7, 0.0)
     assert [len(c) for c in says.calls] == [3, 3, 1]
-    lengths = [len(p) for call in says.calls for p in call]
-    assert lengths == sorted(lengths, reverse=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.report.json"]
     assert "7 of 7 conversations" in report.lines()[0]
     assert len(report.lines()) == 1
+
+
+def test_the_longest_prompts_come_first_and_the_others_in_a_drawn_order(tmp_path: Path) -> None:
+    asked = [parse_row({"messages": [{"role": "user", "content": "?" * n}]}, f"f.jsonl:{n}") for n in range(1, 41)]
+    first, again, ended = Says(echo), Says(echo), Says(echo, dies_at=5)
+    run(tmp_path, asked, first, name="a.jsonl", temperature=0.7)
+    run(tmp_path, asked, again, name="b.jsonl", temperature=0.7)
+    assert (first.calls, first.seeds) == (again.calls, again.seeds)
+    shortest = [min(len(p) for p in call) for call in first.calls]
+    assert shortest[0] == max(shortest)
+    assert shortest != sorted(shortest, reverse=True)
+    assert all(max(len(p) for p in call) - least <= 2 for call, least in zip(first.calls, shortest, strict=True))
+    with pytest.raises(KeyboardInterrupt):  # what a run that is ended leaves is of all lengths
+        run(tmp_path, asked, ended, name="c.jsonl", temperature=0.7)
+    ahead = [min(len(p) for p in call) for call in ended.calls]
+    assert max(ahead[1:]) > sorted(shortest)[len(shortest) // 2] > min(ahead[1:])
 
 
 def test_ids_trained_on_are_the_ids_that_were_written(tmp_path: Path) -> None:
