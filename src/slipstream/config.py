@@ -133,7 +133,7 @@ class TrainingConfig:
     rows: int = 1
     """Rows of a micro-batch."""
     accumulation: int = 1
-    """Micro-batches of an optimizer step."""
+    """Micro-batches of an optimizer step, over all ranks together; each rank needs one or more."""
     anchors: int = 512
     """Anchors drawn per row and pass, at most; drawn anew each time."""
     draws_per_prefill: int = 1
@@ -196,6 +196,20 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TopologyConfig:
+    """Which devices of a machine run the target and which train the drafter; every machine has the same."""
+
+    targets: tuple[str, ...] = ()
+    """One target replica each: cuda:N; cuda:0+cuda:1 is one replica spread over both; or cpu. Empty: chosen."""
+    drafters: tuple[str, ...] = ()
+    """One rank each: cuda:N, also one that a target is on; or cpu, any number of times. Empty: chosen."""
+    queue: int = 2
+    """Batches of features that may wait between a target replica and its drafter."""
+    lockstep: bool = False
+    """The target forwards of a rank run one after another: slower, for debugging."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """Decoding that measures acceptance."""
 
@@ -227,6 +241,7 @@ class Recipe:
     regenerate: RegenerateConfig = field(default_factory=RegenerateConfig)
     drafter: DrafterSettings = field(default_factory=DrafterSettings)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    topology: TopologyConfig = field(default_factory=TopologyConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
 

@@ -237,6 +237,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "training.evaluate_prompts": (0, 2**31),
     "training.checkpoint_every": (0, 2**40),
     "training.keep_checkpoints": (1, 2**31),
+    "topology.queue": (1, 1024),
     "evaluation.max_prompts": (0, 2**31),
     "evaluation.max_new_tokens": (1, 2**22),
     "evaluation.temperature": (0, 1e3),

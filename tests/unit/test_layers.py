@@ -16,6 +16,7 @@ LAYERS = (
     ("recipe",),
     ("provenance", "compilation", "data"),
     ("target", "drafter"),
+    ("topology",),
     ("decoding",),
     ("training",),
     ("preflight", "prewarm", "evaluation", "preparation"),
@@ -23,7 +24,7 @@ LAYERS = (
     ("quickstart",),
     ("usage",),
     ("cli_parts",),
-    ("cli_tools", "cli_quickstart"),
+    ("cli_tools", "cli_quickstart", "cli_plan"),
     ("cli",),
     ("__main__",),
 )
