@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from slipstream import __version__
 from slipstream.cli_parts import Parser, add_command, console, given_path, given_recipe, too_long
+from slipstream.cli_plan import add_plan
 from slipstream.cli_quickstart import add_quickstart
 from slipstream.cli_tools import TOOLS, add_tools
 from slipstream.errors import ConfigError, SlipstreamError
@@ -166,6 +167,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("recipe", help=recipe_help)
     sub.add_argument("--resume", action="store_true", help="continue the run in run.directory exactly")
+
+    add_plan(commands)
 
     sub = add_command(
         commands,

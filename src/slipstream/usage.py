@@ -17,6 +17,7 @@ from slipstream.recipe import known_keys, nearest
 # The sections that have an effect on a command; on those that are not named here all have.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "prepare": ("run", "target", "data", "regenerate"),
+    "plan": ("run", "target", "data", "drafter", "training", "topology"),
     "evaluate": ("run", "target", "data", "evaluation"),
     "export": ("run", "target"),
     "quickstart --resume": ("run", "target", "evaluation"),
