@@ -55,7 +55,7 @@ def add_plan(commands: Commands[Parser]) -> None:
         "which device does what, and whether it fits",
         """
         Prints who owns what (machine, rank, drafter's device, target replicas, micro-batches of a step), and what each
-        device must hold against what is free on it. Reads the target's configuration and tokenizer, no weights, no data.
+        device must hold against what is free on it. Loads no weights and reads no data.
           slipstream plan recipe.toml                                  on the GPUs of this machine, chosen
           slipstream plan recipe.toml --topology.targets cuda:0 cuda:1 --topology.drafters cuda:2
           slipstream plan recipe.toml --topology.targets cuda:0+cuda:1 --topology.drafters cuda:1
