@@ -18,7 +18,7 @@ class RunConfig:
     seed: int = 0
     """Seed of batch order, anchors and initial weights."""
     device: str = "auto"
-    """auto (cuda if there is one, else cpu), cpu, cuda or cuda:N."""
+    """auto (cuda if there is one, else cpu; of several GPUs [topology] tells), cpu, cuda or cuda:N: it alone."""
     threads: int = 0
     """CPU threads for torch; 0 leaves torch's own choice. Beside a busy process give only the cores that it leaves."""
     strict: bool = True
