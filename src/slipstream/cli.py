@@ -54,14 +54,20 @@ def _show_plan(recipe: Recipe) -> int:
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     from slipstream.preflight import cheap_checks
     from slipstream.recipe import require_warm_start
-    from slipstream.training.trainer import train
+    from slipstream.training.start import start
 
     recipe, out = given_recipe(args, overrides), console()
     require_warm_start(recipe)
     if args.dry_run:
         return _show_plan(recipe)
-    train(recipe, argv=sys.argv, resume=args.resume, console=out, preflight=cheap_checks(out))
-    return 0
+    return start(
+        recipe,
+        arguments=args.arguments,
+        resume=args.resume,
+        restarts=args.max_restarts,
+        console=out,
+        preflight=cheap_checks(out),
+    )
 
 
 def _prewarm(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -163,10 +169,21 @@ def build_parser() -> argparse.ArgumentParser:
           slipstream train recipe.toml --dry-run                     what would run, and how large it is
           slipstream train recipe.toml --run.directory runs/second   another directory
           slipstream train recipe.toml --resume                      go on from the newest complete checkpoint
+        Several drafter devices ([topology], `slipstream plan`) are trained on by a process each, started here. On many
+        machines torchrun starts them, with one process for each drafter device of a machine:
+          torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
+              -m slipstream train recipe.toml
         """,
     )
     sub.add_argument("recipe", help=recipe_help)
     sub.add_argument("--resume", action="store_true", help="continue the run in run.directory exactly")
+    sub.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start the ranks again after a failure, from the newest checkpoint, at most N times (default: 0)",
+    )
 
     add_plan(commands)
 
@@ -291,6 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             if args.show < 0:
                 raise ConfigError(f"--show is {args.show}; give how many samples to print")
+        args.arguments = arguments
         return int(args.handler(args, rest))
     except SlipstreamError as error:
         print(f"slipstream: {error}", file=sys.stderr)
@@ -301,7 +319,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         return too_long(error)
     except KeyboardInterrupt:
-        print("slipstream: interrupted", file=sys.stderr)
+        if os.environ.get("SLIPSTREAM_AGENT") != "1":  # of several ranks, the process that started them tells
+            print("slipstream: interrupted", file=sys.stderr)
         return 130
 
 

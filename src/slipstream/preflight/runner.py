@@ -60,6 +60,7 @@ def run_check(name: str, subject: Subject) -> CheckResult:
 
 def run_checks(run: PreparedRun, names: Sequence[str], *, console: Console | None = None) -> PreflightReport:
     """Run the named checks on a prepared run and print a line for each. Weights and generators stay as they were."""
+    run = run.on_one_device()
     subject = Subject(run)
     results = []
     for name in names:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import math
 import sys
 from dataclasses import dataclass
@@ -109,6 +111,17 @@ class Target:
         if (cap := self.info.logit_softcap) is not None:  # Gemma 2
             logits = torch.tanh(logits / cap) * cap
         return logits
+
+    def ends_on(self, device: torch.device) -> Target:
+        """Return a target with copies of embedding and head on ``device``, tied as they are, for a drafter there.
+
+        Only ``embed``, ``head`` and ``head_weight`` may be used; its decoder is this one's, where it was.
+        """
+        embed, head = copy.deepcopy((self.parts.embed_tokens, self.parts.lm_head))
+        ends = copy.copy(self)
+        ends.parts = dataclasses.replace(self.parts, embed_tokens=embed.to(device), lm_head=head.to(device))
+        ends.device = device
+        return ends
 
     def close(self) -> None:
         """Let go of the weights; the target cannot be used afterwards."""

@@ -38,7 +38,7 @@ def stop_at_fault(
     training, seed = run.recipe.training, run.recipe.run.seed
     source = TargetSource(run.dataset, run.reader, rows=training.rows, seed=seed)
     for index in range(fault.step * training.accumulation, (fault.step + 1) * training.accumulation):
-        features = source.read(index)
+        features = source.read(index).to(run.device)
         for draw in range(training.draws_per_prefill):
             blocks = sample_blocks(
                 features.batch,
@@ -51,8 +51,8 @@ def stop_at_fault(
             run.attention.update(blocks.anchors, blocks.document_start, blocks.keep, blocks.length)
             with torch.no_grad():
                 result = training_step(
-                    run.draft_model, run.target.embed, run.target.head_weight, features, blocks, run.attention,
-                    settings=run.settings, head=run.target.head,
+                    run.draft_model, run.ends.embed, run.ends.head_weight, features, blocks, run.attention,
+                    settings=run.settings, head=run.ends.head,
                 )  # fmt: skip
             if not bool(torch.isfinite(result.loss_sum)) and index not in guilty:
                 guilty.append(index)

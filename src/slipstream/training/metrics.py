@@ -19,6 +19,7 @@ from torch import Tensor
 from slipstream.errors import TrainingError
 from slipstream.provenance import write_atomically
 from slipstream.records import StepResult
+from slipstream.training.ranks import Ranks
 
 WINDOW_COUNTS = ("loss_sum", "weight_sum", "blocks", "accepted", "grad_norm", "steps", "empty_steps")
 
@@ -49,6 +50,16 @@ class MetricWindow:
         """Add an optimizer step: its gradient norm before clipping, and whether it held any supervised anchor."""
         one = torch.ones_like(self.counts[0])
         self.counts[4:] += torch.stack([grad_norm.double(), one, (weight_sum <= 0).double()])
+
+    def gather(self, ranks: Ranks) -> None:
+        """Bring the sums of all ranks' micro-batches to the first one; called by all. Steps are every rank's own."""
+        if ranks.size == 1:
+            return
+        local = self.counts[:4]
+        for sums in (local, self.correct, self.valid, *(() if self.hard is None else (self.hard,))):
+            ranks.sum(sums)
+            if not ranks.first:
+                sums.zero_()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums, for a checkpoint."""

@@ -109,16 +109,20 @@ class Updater:
         self._fault = torch.full((3,), -1.0, dtype=torch.float64, device=device)  # step (-1: none), loss, gradient norm
         self._zero = torch.zeros((), device=device)
 
+    def gradients(self) -> list[Tensor]:
+        """Return the gradient of each parameter, in an order that every rank has; zeros where there was none."""
+        for parameter in self.parameters:
+            if parameter.grad is None:  # an empty micro-batch may leave no graph to run backward through
+                parameter.grad = torch.zeros_like(parameter)
+        return [p.grad for p in self.parameters if p.grad is not None]
+
     def apply(self, *, step: int, factor: float, loss_sum: Tensor, weight_sum: Tensor) -> Tensor:
         """Apply the gradients of one step and clear them. Returns the norm before clipping, 0-d, on the device.
 
         ``loss_sum`` and ``weight_sum`` (0-d) are totals over the step. Without any weight (no valid anchor at all) the
         gradient is zero and the update is skipped, moments included. No host sync.
         """
-        for parameter in self.parameters:
-            if parameter.grad is None:  # an empty micro-batch may leave no graph to run backward through
-                parameter.grad = torch.zeros_like(parameter)
-        grads = [p.grad for p in self.parameters if p.grad is not None]
+        grads = self.gradients()
         some = weight_sum > 0
         divisor = torch.where(some, weight_sum, torch.ones_like(weight_sum)).float()
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))) / divisor

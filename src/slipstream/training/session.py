@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import hashlib
 import math
 from dataclasses import dataclass
@@ -26,9 +28,12 @@ from slipstream.pairs import drafter_path
 from slipstream.target.features import FeatureReader
 from slipstream.target.mask_token import resolve_mask_token
 from slipstream.target.model import Target, TargetInfo, load_target
+from slipstream.topology import RankPlan
 from slipstream.training.checkpoint import ROWS_NAME, check_identity
 from slipstream.training.directory import RunDirectory
+from slipstream.training.feeder import Feeder
 from slipstream.training.hardware import resolve_attention, resolve_device, resolve_precision
+from slipstream.training.source import FeatureSource, TargetSource
 from slipstream.training.step import StepSettings, resolve_step_settings
 
 if TYPE_CHECKING:
@@ -54,7 +59,9 @@ def binding_settings(training: TrainingConfig) -> list[str]:
 class PreparedRun:
     """A run before its first step. ``steps``: optimizer steps, None where only time limits them.
 
-    ``precision``: compute dtype of the drafter. ``identity``: what a resume must match, by name.
+    ``precision``: compute dtype of the drafter. ``identity``: what a resume must match, by name. ``readers``: of this
+    rank's target replicas; ``reader`` and ``target`` are the first's. ``ends``: embedding and head of the target on the
+    drafter's device. ``micro_batches``: those of a step that are this rank's, all where empty.
     """
 
     recipe: Recipe
@@ -69,6 +76,56 @@ class PreparedRun:
     settings: StepSettings
     steps: int | None
     identity: dict[str, Any]
+    readers: tuple[FeatureReader, ...] = ()
+    own: tuple[int, ...] = ()
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """This rank's micro-batches of a step, rising, of 0 .. accumulation-1."""
+        return self.own or tuple(range(self.recipe.training.accumulation))
+
+    @functools.cached_property
+    def ends(self) -> Target:
+        """The target's embedding and head, on the drafter's device."""
+        return self.target if self.target.device == self.device else self.target.ends_on(self.device)
+
+    def source(self) -> FeatureSource:
+        """Return where this rank's features come from: threads, unless one target shares the drafter's device."""
+        training, seed = self.recipe.training, self.recipe.run.seed
+        if len(self.readers) < 2 and self.target.device == self.device:
+            return TargetSource(self.dataset, self.reader, rows=training.rows, seed=seed)
+        topology = self.recipe.topology
+        return Feeder(
+            self.dataset,
+            self.readers or (self.reader,),
+            rows=training.rows,
+            seed=seed,
+            device=self.device,
+            micro_batches=self.micro_batches,
+            accumulation=training.accumulation,
+            depth=topology.queue,
+            lockstep=topology.lockstep,
+        )
+
+    def on_one_device(self) -> PreparedRun:
+        """Return this run as the first target's device alone would run it, all of it: what the checks look at."""
+        if self.target.device == self.device:
+            return dataclasses.replace(self, readers=(self.reader,), own=())
+        draft_model = copy.deepcopy(self.draft_model).to(self.target.device)
+        training = self.recipe.training
+        kind: Any = self.attention.kind
+        attention = build_attention(
+            kind, self.config, training.rows, self.dataset.row_length, training.anchors,
+            self.target.device, lengths=training.short_blocks > 0,
+        )  # fmt: skip
+        return dataclasses.replace(
+            self,
+            device=self.target.device,
+            draft_model=draft_model,
+            attention=attention,
+            readers=(self.reader,),
+            own=(),
+        )
 
 
 def resolve_steps(training: TrainingConfig, rows: int) -> int | None:
@@ -150,9 +207,15 @@ def rows_digest(dataset: PackedDataset) -> str:
 
 
 def prepare(
-    recipe: Recipe, *, say: Callable[[str], None], expected: tuple[Mapping[str, Any], Path] | None = None
+    recipe: Recipe,
+    *,
+    say: Callable[[str], None],
+    expected: tuple[Mapping[str, Any], Path] | None = None,
+    place: RankPlan | None = None,
 ) -> PreparedRun:
     """Load and build everything; say what ``auto`` became. Nothing is written but caches.
+
+    ``place``: the rank that this process is, with its devices; None is one process with ``run.device`` for all.
 
     ``expected``: the identity of the checkpoint that is resumed, and its path; the first difference is a
     CheckpointError; other libraries, threads or another device than the run's are one line of warning. Raises the
@@ -163,11 +226,15 @@ def prepare(
     tune_for_any_count()
     if recipe.run.threads > 0:
         torch.set_num_threads(recipe.run.threads)
-    device = resolve_device(recipe.run.device)
+    device = resolve_device(recipe.run.device if place is None else place.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     precision = resolve_precision(training.precision, device)
     kind = resolve_attention(training.attention, device)
-    # Its first forwards wait for the bundle: they would tune the target's kernels.
-    target = load_target(recipe.target, device=device, check_causal=False)
+    homes = [device] if place is None else [resolve_device(replica.devices[0]) for replica in place.replicas]
+    # Their first forwards wait for the bundle: they would tune the target's kernels.
+    targets = [load_target(recipe.target, device=home, check_causal=False) for home in homes]
+    target = targets[0]
     identity = source_identity(target)
     if expected is not None:
         saved, checkpoint = expected
@@ -189,8 +256,16 @@ def prepare(
         device,
         say=say,
     )  # fmt: skip
-    target.assert_causal()
-    reader = build_reader(recipe, config, target)
+    for each in targets:
+        each.assert_causal()
+    readers = tuple(build_reader(recipe, config, each) for each in targets)
+    reader = readers[0]
+    for other in readers[1:]:
+        if other.packing != reader.packing:
+            raise TrainingError(
+                f"the target reads documents {reader.packing} on {reader.target.device} and {other.packing} on "
+                f"{other.target.device}; set target.packing to unpacked"
+            )
     settings = resolve_step_settings(
         training, block_size=config.block_size, vocab_rows=config.vocab_size, precision=precision
     )
@@ -247,4 +322,6 @@ def prepare(
         settings=settings,
         steps=resolve_steps(training, len(dataset)),
         identity=identity,
+        readers=readers,
+        own=() if place is None else place.micro_batches,
     )

@@ -19,9 +19,13 @@ if TYPE_CHECKING:
 
 
 class FeatureSource(Protocol):
-    """Hands out micro-batches. ``tokens``: real tokens handed out so far (padding not counted)."""
+    """Hands out micro-batches. ``tokens``: real tokens handed out so far (padding not counted).
+
+    ``apart``: whether it reads while the drafter computes, so that each has a share of the time of its own.
+    """
 
     tokens: int
+    apart: bool
 
     def read(self, index: int) -> FeatureBatch:
         """Return micro-batch ``index``, on the drafter's device. Indices are asked for in rising order."""
@@ -29,6 +33,14 @@ class FeatureSource(Protocol):
 
     def seconds(self) -> float:
         """Return the time that the target took since the last call. May wait for the device."""
+        ...
+
+    def waited(self) -> float:
+        """Return the time that the drafter waited for features since the last call. May wait for the device."""
+        ...
+
+    def close(self) -> None:
+        """Let go of threads, if there are any. Nothing can be read afterwards."""
         ...
 
 
@@ -65,7 +77,9 @@ class Stopwatch:
 
 
 class TargetSource:
-    """Runs the target in this thread, on the drafter's device: each index is read when it is asked for."""
+    """Runs the target in this thread: each index is read when it is asked for, on the target's device."""
+
+    apart = False
 
     def __init__(self, dataset: PackedDataset, reader: FeatureReader, *, rows: int, seed: int) -> None:
         self.dataset = dataset
@@ -85,3 +99,10 @@ class TargetSource:
     def seconds(self) -> float:
         """Return the target's time; see FeatureSource."""
         return self._watch.take()
+
+    def waited(self) -> float:
+        """Return 0: what the target computes is not waiting."""
+        return 0.0
+
+    def close(self) -> None:
+        """Do nothing: there is no thread."""

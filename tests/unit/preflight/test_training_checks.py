@@ -9,7 +9,7 @@ import torch
 
 from slipstream.drafter.model import RMSNorm
 from slipstream.preflight import training_checks
-from slipstream.training import loop, session
+from slipstream.training import loop, session, state
 from slipstream.training.loop import Trainer
 
 BOTH = ("norms-move", "exact-resume")
@@ -47,15 +47,17 @@ def norms_to_bfloat16(model) -> None:
 def test_bfloat16_master_weights_are_norms_move(cast, guarded, run, verdict, monkeypatch) -> None:
     cast_drafter(monkeypatch, cast)
     if not guarded:  # an optimizer that takes what it is given, as most do
-        monkeypatch.setattr(loop, "assert_full_precision", lambda *_: None)
-        monkeypatch.setattr(loop, "build_optimizer", lambda m, s: torch.optim.AdamW(m.parameters(), lr=s.learning_rate))
+        monkeypatch.setattr(state, "assert_full_precision", lambda *_: None)
+        monkeypatch.setattr(
+            state, "build_optimizer", lambda m, s: torch.optim.AdamW(m.parameters(), lr=s.learning_rate)
+        )
     failed = verdict(run, "norms-move")
     assert "float32" in failed["norms-move"]
 
 
 def test_norms_that_do_not_move_are_norms_move(run, verdict, monkeypatch) -> None:
     """As bfloat16 rounding does: the gradient is there, the weight stays."""
-    genuine = loop.Updater.apply
+    genuine = state.Updater.apply
 
     def rounded(self, **kwargs):
         norm = genuine(self, **kwargs)
@@ -65,7 +67,7 @@ def test_norms_that_do_not_move_are_norms_move(run, verdict, monkeypatch) -> Non
                     parameter.copy_(parameter.bfloat16())
         return norm
 
-    monkeypatch.setattr(loop.Updater, "apply", rounded)
+    monkeypatch.setattr(state.Updater, "apply", rounded)
     failed = verdict(run, *BOTH)
     assert set(failed) == {"norms-move"}
     assert "did not move" in failed["norms-move"]
@@ -88,7 +90,7 @@ def test_both_pass_with_another_seed(run, verdict) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_moments_that_are_not_restored_are_exact_resume(optimizer, prepared, verdict, monkeypatch) -> None:
     run = prepared(training={"optimizer": optimizer})
-    monkeypatch.setattr(loop, "restore_optimizer", lambda *_: None)
+    monkeypatch.setattr(state, "restore_optimizer", lambda *_: None)
     assert set(verdict(run, *BOTH)) == {"exact-resume"}
 
 
@@ -126,14 +128,14 @@ def test_a_data_position_that_starts_again_is_exact_resume(run, verdict, monkeyp
 
 
 def test_a_metric_window_that_is_not_restored_is_exact_resume(run, verdict, monkeypatch) -> None:
-    monkeypatch.setattr(loop.MetricWindow, "restore", lambda *_: None)
+    monkeypatch.setattr(state.MetricWindow, "restore", lambda *_: None)
     failed = verdict(run, "exact-resume")
     assert "window" in failed["exact-resume"]
 
 
 def test_weights_rounded_on_the_disk_are_exact_resume(run, verdict, monkeypatch) -> None:
-    genuine = loop.save_drafter
-    monkeypatch.setattr(loop, "save_drafter", lambda m, c, p, **k: genuine(m, c, p, **{**k, "dtype": torch.bfloat16}))
+    genuine = state.save_drafter
+    monkeypatch.setattr(state, "save_drafter", lambda m, c, p, **k: genuine(m, c, p, **{**k, "dtype": torch.bfloat16}))
     failed = verdict(run, "exact-resume")
     assert "float32" in failed["exact-resume"]
 

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.compilation import first_call_alone, late_compilations, shapes_may_change
 from slipstream.errors import CompilationError
-from slipstream.training import loop, session
+from slipstream.training import loop, session, state
 from slipstream.training.checkpoint import damage, latest_checkpoint, read_checkpoint
 from support.tiny_run import lines, make_inputs, quiet_train, tiny_recipe
 
@@ -110,6 +110,7 @@ def test_what_is_patched_over_while_a_run_goes_on_ends_it_before_the_next_save(
 
     monkeypatch.setattr(loop.Trainer, "train_step", patched_over_in_the_second_step)
     monkeypatch.setattr(loop, "verify", verify)
+    monkeypatch.setattr(state, "verify", verify)
     recipe = tiny_recipe(inputs, run, training__steps=3, training__checkpoint_every=1)
     with pytest.raises(CompilationError, match="hazard-x is not in force"):
         quiet_train(recipe)
@@ -129,7 +130,7 @@ def test_what_is_patched_over_while_a_run_goes_on_ends_it_before_the_next_save(
 # -- final shapes
 
 
-class Compiling(loop.TargetSource):
+class Compiling(session.TargetSource):
     """Calls something compiled in each micro-batch, for these sizes in turn, and notes what was counted so far."""
 
     sizes: tuple[tuple[int, ...], ...]
@@ -153,7 +154,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch, *sizes: tuple[int, ...]) -> type[
 
     Source.sizes, Source.read_so_far, Source.counted = sizes, [], []
     Source.double = first_call_alone(lambda x: x * 2, backend=lambda graph, _: graph.forward)
-    monkeypatch.setattr(loop, "TargetSource", Source)
+    monkeypatch.setattr(session, "TargetSource", Source)
     return Source
 
 
