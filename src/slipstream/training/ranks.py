@@ -156,8 +156,11 @@ def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def launched() -> bool:
-    """Say whether this process is one rank of a group: torch elastic has set its environment."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Say whether this process is one rank of a group: torch elastic has set its environment, all of it.
+
+    Batch systems set a rank and a size too, for processes that have nothing to do with each other here.
+    """
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def join(device: torch.device, *, timeout: float = 1800.0) -> Ranks:

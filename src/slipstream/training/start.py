@@ -184,6 +184,8 @@ def _launch(topology: Topology, arguments: Sequence[str], restarts: int) -> int:
     except SignalException as error:
         print(f"slipstream: stopped by {error.sigval.name}", file=sys.stderr)
         return 130
+    finally:
+        del os.environ["SLIPSTREAM_AGENT"]  # it was for the ranks alone
     return 0
 
 
