@@ -79,9 +79,12 @@ def test_two_ranks_give_the_trace_of_one(root: Path, alone: list[Any]) -> None:
 
 
 def test_target_threads_give_the_trace_of_one_and_say_who_waits(root: Path, alone: list[Any]) -> None:
-    code, _, error = end(begin(root, "fed", "--topology.targets", "cpu", "cpu", "--topology.drafters", "cpu"))
+    feeding = ["--topology.targets", "cpu", "cpu", "--topology.drafters", "cpu"]
+    heldout = ["--data.heldout", str(root / "heldout.jsonl"), "--training.evaluate_every", "2"]
+    code, _, error = end(begin(root, "fed", *feeding, *heldout))  # decoding does not disturb what is read ahead
     assert code == 0, error
     assert trace(root / "fed") == alone
+    assert all(row["lossy"] == 0 for row in lines(root / "fed", "evaluation"))
     assert all(0 <= row["drafter_share_of_time"] <= 1 for row in lines(root / "fed"))
 
 
@@ -158,6 +161,14 @@ def test_a_killed_rank_is_started_again_and_the_trace_is_that_of_a_run_without(r
         record = json.loads((root / "again/run.json").read_text(encoding="utf-8"))
         assert record["resumed"]
     same(trace(root / "again"), alone)
+
+
+def test_restarts_do_not_go_on_with_an_older_run(root: Path, alone: list[Any]) -> None:
+    before = (root / "alone/metrics.jsonl").read_bytes()
+    code, _, error = end(begin(root, "alone", "--max-restarts", "2", "--training.steps", "30", *TWO))
+    assert code == 2
+    assert "exists and is not overwritten" in error
+    assert (root / "alone/metrics.jsonl").read_bytes() == before
 
 
 def test_a_signal_saves_and_leaves(root: Path) -> None:

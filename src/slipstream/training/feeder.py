@@ -51,6 +51,7 @@ class _Replica(threading.Thread):
         self.feeder, self.number, self.reader = feeder, number, reader
         self.fed: queue.Queue[_Fed] = queue.Queue(maxsize=feeder.depth)
         self.failure: BaseException | None = None
+        self.reading = threading.Lock()  # held while the target computes
         self._counting = threading.Lock()
         self._seconds = 0.0
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -88,15 +89,17 @@ class _Replica(threading.Thread):
         batch = self.feeder.dataset.batch(index, self.feeder.rows, self.feeder.seed)
         tokens = int((batch.document_ids != PADDING_DOCUMENT).sum())
         if into is None:
-            began = time.perf_counter()
-            features = self.reader.read(batch)
+            with self.reading:
+                began = time.perf_counter()
+                features = self.reader.read(batch)
             with self._counting:
                 self._seconds += time.perf_counter() - began
             return _Fed(index, features.to(self.feeder.device), None, tokens)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        features = self.reader.read(batch)
-        end.record()
+        with self.reading:
+            start.record()
+            features = self.reader.read(batch)  # which waits for the device, so that nothing of it runs on behind
+            end.record()
         with self._counting:
             self._spans.append((start, end))
         moved = features.to(self.feeder.device)
@@ -248,12 +251,27 @@ class Feeder:
         self._stalls = []
         return waited
 
-    def close(self) -> None:
-        """End the threads: each after the micro-batch that it is at. Raises TrainingError where one does not end."""
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """While entered no target computes for the feeder: another use of one would be disturbed by it."""
+        with contextlib.ExitStack() as held:
+            for replica in self._replicas:
+                held.enter_context(replica.reading)
+            yield
+
+    def close(self, *, failing: bool = False) -> None:
+        """End the threads: each after the micro-batch that it is at. Raises TrainingError where one does not end.
+
+        ``failing``: something else has been raised, which must be told soon: they are hardly waited for, nothing is
+        raised. They are daemons, and end with the process.
+        """
         self.closing.set()
+        end = time.monotonic() + (2.0 if failing else 60.0)
         for replica in self._replicas:
             if replica.is_alive():
-                replica.join(timeout=60.0)
+                replica.join(timeout=max(end - time.monotonic(), 0.0))
+        if failing:
+            return
         stuck = [replica.name for replica in self._replicas if replica.is_alive()]
         if stuck:
             raise TrainingError(f"thread {stuck[0]} does not end; its target is stuck in a forward")

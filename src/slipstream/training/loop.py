@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -117,7 +118,7 @@ class Trainer(RunState):
                 )
         finally:
             shapes_may_change()
-            self.source.close()
+            self.source.close(failing=sys.exc_info()[0] is not None)
             if log is not None:
                 log.close()
 
@@ -212,6 +213,7 @@ class Trainer(RunState):
         """Decode the held-out prompts with the checkpoint of this step; ``failed`` where that is not possible."""
         drafter = self.directory.checkpoints / f"step-{self.step}" / "drafter"
         try:
-            return decoded_acceptance(self.run.recipe, self.run.target, drafter, self.prompts)
+            with self.source.paused():
+                return decoded_acceptance(self.run.recipe, self.run.target, drafter, self.prompts)
         except DecodingError as error:
             return {"failed": str(error)}

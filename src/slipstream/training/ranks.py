@@ -46,6 +46,8 @@ def _peers() -> Iterator[None]:
     """Raise PeerError for what a collective raises when another rank is gone."""
     try:
         yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # this rank's own
+        raise
     except RuntimeError as error:
         raise PeerError(f"another rank cannot be reached: {error}") from error
 
@@ -69,14 +71,15 @@ class Ranks:
         if self.size == 1:
             return
         waiting: list[tuple[Any, Tensor, list[Tensor]]] = []
-        with _peers():
-            for bucket in _buckets(gradients):
-                flat = torch.cat([g.reshape(-1) for g in bucket])
+        for bucket in _buckets(gradients):
+            flat = torch.cat([g.reshape(-1) for g in bucket])
+            with _peers():
                 waiting.append((dist.all_reduce(flat, async_op=True), flat, bucket))
-            for work, flat, bucket in waiting:
+        for work, flat, bucket in waiting:
+            with _peers():
                 work.wait()  # on a GPU the stream waits, not the host
-                parts = flat.split([g.numel() for g in bucket])
-                torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
+            parts = flat.split([g.numel() for g in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Replace a tensor by its sum over all ranks, in place, and return it."""

@@ -7,6 +7,7 @@ other threads and on other GPUs, as long as it hands the batches out by index.
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -39,8 +40,12 @@ class FeatureSource(Protocol):
         """Return the time that the drafter waited for features since the last call. May wait for the device."""
         ...
 
-    def close(self) -> None:
-        """Let go of threads, if there are any. Nothing can be read afterwards."""
+    def paused(self) -> AbstractContextManager[None]:
+        """Return what is entered to use a target for something else: meanwhile no thread reads with it."""
+        ...
+
+    def close(self, *, failing: bool = False) -> None:
+        """Let go of threads, if there are any; nothing can be read afterwards. ``failing``: something was raised."""
         ...
 
 
@@ -104,5 +109,9 @@ class TargetSource:
         """Return 0: what the target computes is not waiting."""
         return 0.0
 
-    def close(self) -> None:
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: what is read is read in this thread."""
+        return nullcontext()
+
+    def close(self, *, failing: bool = False) -> None:
         """Do nothing: there is no thread."""

@@ -20,6 +20,7 @@ from rich.console import Console
 from slipstream.errors import ConfigError, SlipstreamError, TrainingError
 from slipstream.topology import RankPlan, Topology, resolve_topology
 from slipstream.training.checkpoint import latest_checkpoint
+from slipstream.training.directory import RunDirectory
 from slipstream.training.hardware import resolve_device
 from slipstream.training.ranks import PeerError, join, launched
 from slipstream.training.trainer import Preflight, train
@@ -53,6 +54,8 @@ def start(
     if len(topology.ranks) == 1 and restarts == 0:
         train(recipe, argv=sys.argv, resume=resume, console=console, preflight=preflight, place=topology.ranks[0])
         return 0
+    if not resume:  # here, because ranks that are started again resume what they find
+        RunDirectory(Path(recipe.run.directory)).refuse_existing()
     return _launch(topology, arguments, restarts)
 
 
@@ -91,6 +94,7 @@ def _run_rank(
         if device.type == "cuda":
             torch.cuda.set_device(device)
         ranks = join(device)
+        ranks.require_equal("the topology", repr(topology))
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
             resume = _again(recipe, resume)
         train(
@@ -166,13 +170,14 @@ def _launch(topology: Topology, arguments: Sequence[str], restarts: int) -> int:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ["SLIPSTREAM_AGENT"] = "1"
-    os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // len(topology.ranks), 1)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) // len(topology.ranks), 1)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=len(topology.ranks),
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        local_addr="localhost",  # the machine's own name may not resolve
         run_id="slipstream",
         max_restarts=restarts,
         monitor_interval=0.1,
@@ -205,8 +210,12 @@ def _tell(error: ChildFailedError) -> int:
     return 1
 
 
-def _order(failure: ProcessFailure) -> tuple[int, int]:
-    """Sort causes before consequences: a process that was killed, an error of its own, a peer that it lost."""
+def _order(failure: ProcessFailure) -> tuple[bool, int, bool]:
+    """Sort causes before consequences (a lost peer, the agent's signal), and the earlier before the later.
+
+    Of one second, an error that was told counts before a death without a word, which may be the agent's doing.
+    """
     said: Any = failure.error_file_data.get("message") if isinstance(failure.error_file_data, dict) else None
-    consequence = isinstance(said, dict) and str(said.get("message", "")).startswith(PeerError.__name__)
-    return (2 if consequence else 0 if failure.exitcode < 0 else 1), failure.timestamp
+    kind = str(said.get("message", "")) if isinstance(said, dict) else ""
+    consequence = kind.startswith((PeerError.__name__, KeyboardInterrupt.__name__))
+    return consequence, failure.timestamp, failure.exitcode < 0

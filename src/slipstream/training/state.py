@@ -159,7 +159,8 @@ class RunState:
         state = self.state()
 
         def stop() -> None:
-            raise stop_at_fault(self.run, self.optimizer, fault, state, self.directory.path)
+            with self.source.paused():
+                raise stop_at_fault(self.run, self.optimizer, fault, state, self.directory.path)
 
         self.ranks.on_first(stop)
 

@@ -91,15 +91,21 @@ def train(
         trainer = loop(run, directory, run_id, console, prompts, ranks)
         if state is not None and checkpoint is not None:
             trainer.restore(state, moments, checkpoint)
-        ranks.require_equal("the drafter's first weights", _weights_digest(run) if ranks.size > 1 else "")
+        if ranks.size > 1:
+            for name, value in sorted(run.identity.items()):
+                ranks.require_equal(name, str(value))
+            ranks.require_equal("the drafter's first weights", _weights_digest(run))
         trainer.run_to_end()
+        metrics, evaluation = ranks.on_first(
+            lambda: (last_line(directory.metrics, "train"), last_line(directory.metrics, "evaluation"))
+        )
         return RunSummary(
             directory=directory.path,
             run_id=trainer.run_id,
             steps=trainer.step,
             elapsed=trainer.elapsed(),
-            metrics=last_line(directory.metrics, "train") or {},
-            evaluation=last_line(directory.metrics, "evaluation"),
+            metrics=metrics or {},
+            evaluation=evaluation,
             drafter=directory.drafter,
         )
 

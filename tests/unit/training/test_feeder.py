@@ -155,6 +155,34 @@ def test_an_index_out_of_order_is_refused() -> None:
             feeder.read(6)
 
 
+def test_no_target_computes_while_the_feeder_is_paused() -> None:
+    readers = [Reader(lambda _: 0.02) for _ in range(2)]
+    with feeding(readers, depth=50) as feeder:
+        feeder.read(0)
+        with feeder.paused():
+            before = [list(reader.read_) for reader in readers]
+            time.sleep(0.2)
+            assert [reader.read_ for reader in readers] == before
+        feeder.read(1)
+        assert feeder.read(2).batch.index == 2
+
+
+def test_a_stuck_target_does_not_hide_what_is_being_raised() -> None:
+    going_on = threading.Event()
+
+    class Stuck(Reader):
+        def read(self, batch: PackedBatch) -> FeatureBatch:
+            going_on.wait(30)
+            return super().read(batch)
+
+    with feeding([Reader(), Stuck()]) as feeder:
+        feeder.read(0)
+        began = time.perf_counter()
+        feeder.close(failing=True)
+        assert time.perf_counter() - began < 10
+        going_on.set()
+
+
 def test_closing_ends_threads_that_find_no_room_and_may_be_repeated() -> None:
     with feeding([Reader(), Reader()], depth=1, lockstep=True) as feeder:
         feeder.read(0)

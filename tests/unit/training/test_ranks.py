@@ -51,3 +51,5 @@ def test_gradients_go_in_buckets_in_their_order() -> None:
 def test_what_a_collective_raises_is_a_peers_fault() -> None:
     with pytest.raises(PeerError, match="another rank cannot be reached: reset"), _peers():
         raise RuntimeError("reset")
+    with pytest.raises(torch.OutOfMemoryError), _peers():  # but for what this rank has done itself
+        raise torch.OutOfMemoryError("CUDA out of memory")

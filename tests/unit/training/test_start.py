@@ -33,6 +33,8 @@ def failure(exitcode: int, said: str | None, timestamp: int) -> Any:
         ({0: failure(2, "PeerError: gone", 1), 1: failure(-9, None, 5)}, 1, "rank 1 (process 7) ended: Signal 9"),
         ({0: failure(2, "PeerError: gone", 1), 1: failure(2, "TargetError: no\nsuch", 5)}, 2, "slipstream: no\nsuch"),
         ({0: failure(1, "ValueError: late", 9), 1: failure(1, "ValueError: early", 8)}, 1, "failed with ValueError"),
+        ({0: failure(-9, None, 40), 1: failure(1, "ValueError: early", 8)}, 1, "failed with ValueError"),
+        ({0: failure(-9, None, 8), 1: failure(130, "KeyboardInterrupt: ", 7)}, 1, "rank 0 (process 7) ended"),
         ({1: failure(2, "PeerError: another rank cannot be reached", 1)}, 2, "another rank cannot be reached"),
     ],
 )  # fmt: skip
