@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,13 @@ import pytest
 import torch
 
 from slipstream.compilation import install
+from slipstream.config import TopologyConfig
 from slipstream.errors import TargetError, TrainingError
 from slipstream.records import FeatureBatch, PackedBatch
+from slipstream.topology import resolve_topology
+from slipstream.training import loop
 from slipstream.training.feeder import Feeder
+from support.tiny_run import make_inputs, quiet_train, tiny_recipe
 
 CPU = torch.device("cpu")
 
@@ -190,3 +195,31 @@ def test_closing_ends_threads_that_find_no_room_and_may_be_repeated() -> None:
         feeder.close()
     with feeding([Reader()]):
         pass  # never begun
+
+
+def test_held_out_prompts_are_decoded_while_the_targets_threads_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainers: list[loop.Trainer] = []
+    locked: list[bool] = []
+
+    class Watched(loop.Trainer):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            trainers.append(self)
+
+    genuine = loop.decoded_acceptance
+
+    def decoded(*args: Any) -> dict[str, Any]:
+        source: Any = trainers[0].source
+        locked.append(all(replica.reading.locked() for replica in source._replicas))
+        return genuine(*args)
+
+    monkeypatch.setattr(loop, "decoded_acceptance", decoded)
+    root = make_inputs(tmp_path)
+    recipe = tiny_recipe(root, root / "run", data__heldout=root / "heldout.jsonl", training__preflight="false")
+    topology = resolve_topology(
+        TopologyConfig(targets=("cpu", "cpu"), drafters=("cpu",)), accumulation=1, device="cpu", gpus=0
+    )
+    quiet_train(recipe, place=topology.ranks[0], loop=Watched)
+    assert locked == [True]
